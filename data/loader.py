@@ -1,9 +1,10 @@
-"""Which windows a training step reads: a pure function of (seed, step), so there is nothing to save or replay.
+"""The windows of each training step and of validation.
 
-Window w of a split is tokens [w*T, w*T + T + 1): T inputs and the T tokens that follow them. An
-epoch is a pseudo-random permutation of all windows; row r of step s is number s * batch_size + r in
-the sequence of epochs. With several sets (mixture.py) that number is dealt to a set first, which
-has epochs of its own.
+The windows of a step are a pure function of (seed, step), so there is nothing to save or replay.
+Window w of a split is tokens [w*T, w*T + T + 1): T inputs and their T targets. An epoch is a
+pseudo-random permutation of all windows. Row r of step s is number s * batch_size + r in the
+sequence of epochs. In a mixture (mixture.py) each row is first assigned to a set, and each set has
+its own sequence of epochs.
 """
 
 from bisect import bisect_left
@@ -16,25 +17,23 @@ import numpy as np
 from data.bins import Tokens
 from data.mixture import JoinedTokens, assign_rows, count_windows, split_windows, to_shares
 
-ROUNDS = 6
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# windows among which those for validation are chosen, at most, however long the split is
-CANDIDATES = 2**16
+ROUNDS = 6  # of the Feistel network; another number changes the order of every run
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of SplitMix64
+CANDIDATES = 2**16  # windows from which validation is chosen; bounds the work on a long split
 STRETCH = 2**14  # tokens that are searched at once for the end of a document
-# of the length of a document where windows are chosen: integers, so every machine chooses the same
-UNIT = 2**20
+FIXED_POINT = 2**20  # 1.0 in integer arithmetic: every machine chooses the same windows
 T = TypeVar("T")
 
 
 class Loader:
-    """Training batches. The batch of a step is the same however ranks and micro-batches slice it.
+    """Training batches. The batch of a step is the same for any number of ranks or micro-batches.
 
     Args:
-        tokens: of the training split; of each set of a mixture.
+        tokens: the training split, or the training split of each of S sets.
         block_size: T, tokens per window.
         batch_size: windows per step, over all ranks.
         seed: decides the order of the windows.
-        weights: of the sets.
+        weights: (S,) weight of each set in a mixture.
     """
 
     def __init__(
@@ -45,44 +44,54 @@ class Loader:
         seed: int,
         weights: Sequence[float] = (1.0,),
     ) -> None:
-        self._tokens = JoinedTokens([tokens] if isinstance(tokens, Tokens) else tokens, block_size)
-        self._counts, self._shares = np.diff(self._tokens.starts), to_shares(weights)
-        self._block_size, self._batch_size, self._seed = block_size, batch_size, seed
+        parts = [tokens] if isinstance(tokens, Tokens) else tokens
+        self._tokens = JoinedTokens(parts, block_size)
+        self._counts = np.diff(self._tokens.starts)  # (S,) windows of each set
+        self._shares = to_shares(weights)
+        self._block_size = block_size
+        self._batch_size = batch_size
+        self._seed = seed
 
     def locate(self, step: int, start: int = 0, count: int | None = None) -> list[Any]:
-        """Where those rows are from: each one's window, of a mixture the folder of its split and the window there."""
+        """The sources of a step's rows, for messages.
+
+        For one set the index of each window, for a mixture [name of the split, index there].
+        """
         indices = self.indices(step, start, count)
         if len(self._counts) == 1:
             return indices.tolist()
-        sets = np.searchsorted(self._tokens.starts, indices, side="right") - 1
-        pairs = zip(sets, indices, strict=True)
-        return [
-            [self._tokens.parts[part].name, int(index) - self._tokens.starts[part]]
-            for part, index in pairs
-        ]
+        sources = []
+        for index in indices.tolist():
+            number = self._tokens.find_part(index)
+            first = self._tokens.starts[number]
+            sources.append([self._tokens.parts[number].name, index - first])
+        return sources
 
     def count_epochs(self, steps: int) -> np.ndarray:
-        """How often each set is read in that many steps, (S,)."""
-        return steps * self._batch_size * (self._shares / self._shares.sum()) / self._counts
+        """The number of times that each set is read in `steps` steps, (S,)."""
+        weights = self._shares / self._shares.sum()
+        return steps * self._batch_size * weights / self._counts
 
     def batch(
         self, step: int, start: int = 0, count: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows [start, start + count) of the batch of `step`, which counts from 0; by default all rows from `start`.
+        """Rows [start, start + count) of the batch of `step`; by default all rows from `start`.
 
-        Inputs and targets, (count, T) int64 each.
+        Steps count from 0. Returns inputs and targets, (count, T) int64 each.
         """
         return windows(self._tokens, self.indices(step, start, count), self._block_size)
 
     def indices(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
-        """The windows of those rows, (count,) int64; those of a mixture's later sets follow those of the earlier."""
-        count = self._batch_size - start if count is None else count
+        """The windows of the same rows, (count,) int64, as `JoinedTokens` numbers them."""
+        if count is None:
+            count = self._batch_size - start
         assert step >= 0 and 0 <= start <= start + count <= self._batch_size
         first = step * self._batch_size + start
-        sets, places = assign_rows(first + np.arange(count), self._shares)
-        n = self._counts[sets]
-        epochs, indices = np.divmod(places, n)
-        return np.array(self._tokens.starts)[sets] + permute(indices, n, self._seed, epochs)
+        sets, numbers = assign_rows(first + np.arange(count), self._shares)
+        sizes = self._counts[sets]
+        epochs, positions = np.divmod(numbers, sizes)
+        first_windows = np.array(self._tokens.starts)[sets]
+        return first_windows + permute(positions, sizes, self._seed, epochs)
 
 
 def fixed_windows(
@@ -90,18 +99,16 @@ def fixed_windows(
 ) -> np.ndarray:
     """Choose the windows of every evaluation.
 
-    Evenly over tokens, a document has windows in proportion to its length, so a few books may hold
-    most of them, and windows of one document are alike: their mean varies more than their number
-    says. Spread over documents, none has more than c windows, c being the least number that
-    suffices for `count`; documents below c keep their proportion to each other. So long documents
-    weigh less in the mean loss than they do in the split; where there are many more documents than
-    windows, c is 1 and few reach it.
+    Windows spread evenly over tokens come mostly from a few long documents. They are correlated,
+    so their mean has a higher variance. By default a cap limits the windows per document, see
+    `sample_documents`. Long documents therefore weigh less in the mean loss than in the split. If
+    there are many more documents than windows, the cap is 1 and few documents reach it.
 
     Args:
-        tokens: of a split; without ends of documents its windows are spread evenly.
-        block_size: T.
-        count: how many; all windows if there are fewer.
-        spread: over "documents" or "tokens".
+        tokens: a split. If the ends of its documents are unknown, windows are spread evenly.
+        block_size: T, tokens per window.
+        count: the number of windows to choose; all windows if there are fewer.
+        spread: "documents" caps the windows per document, "tokens" spreads them evenly.
 
     Returns:
         (W,) int64, indices of windows in ascending order, the same for the same arguments.
@@ -115,34 +122,71 @@ def fixed_windows(
     if spread == "tokens" or count == len(candidates):
         return spread_evenly(n, count)
     documents = window_documents(tokens, block_size, candidates)
-    # (D,): first candidate, how many
-    _, first, sizes = np.unique(documents, return_index=True, return_counts=True)
+    _, sizes = np.unique(documents, return_counts=True)  # (D,) candidates of each document
     if len(sizes) == 1:
         return spread_evenly(n, count)
-    most = 1 + bisect_left(range(1, count + 1), count, key=lambda c: np.minimum(sizes, c).sum())
-    # Lay the documents end to end, `unit` per candidate but most * UNIT at most, and take `count`
-    # points UNIT apart.
-    unit = bisect_left(
-        range(UNIT + 1), count * UNIT, key=lambda unit: np.minimum(most * UNIT, sizes * unit).sum()
-    )
-    lengths = np.minimum(most * UNIT, sizes * unit)
-    stops = np.cumsum(lengths)
-    points = (2 * np.arange(count) + 1) * stops[-1] // (2 * count)
-    owners = np.searchsorted(stops, points, side="right")  # (count,) documents
-    return candidates[
-        first[owners] + (points - (stops - lengths)[owners]) * sizes[owners] // lengths[owners]
-    ]
+    return candidates[sample_documents(sizes, count)]
+
+
+def sample_documents(sizes: np.ndarray, count: int) -> np.ndarray:
+    """Choose `count` windows of D documents so that no document has more than it must.
+
+    The documents are laid end to end on a line. Each has a length in proportion to its windows,
+    but at most the cap, and all lengths sum to `count`. The windows are at `count` points at equal
+    distances.
+
+    Example: documents of 1, 2 and 6 windows, count 4. With a cap of 1 there would be 3 windows, so
+    the cap is 2. A scale of 2/3 gives lengths min(1 * 2/3, 2), min(2 * 2/3, 2), min(6 * 2/3, 2),
+    which sum to 4. The points 0.5, 1.5, 2.5 and 3.5 give the documents 1, 1 and 2 windows.
+
+    Args:
+        sizes: (D,) int64, windows of each document, more than `count` in all.
+        count: the number of windows to choose.
+
+    Returns:
+        (count,) int64, ascending indices among all windows in the order of the documents.
+    """
+    cap = find_cap(sizes, count)
+    scale = find_scale(sizes, cap, count)
+    lengths = np.minimum(sizes * scale, cap * FIXED_POINT)  # (D,)
+    ends = np.cumsum(lengths)
+    points = (2 * np.arange(count) + 1) * ends[-1] // (2 * count)
+    owners = np.searchsorted(ends, points, side="right")  # (count,) the document at each point
+    distances = points - ends[owners] + lengths[owners]  # from the start of that document
+    windows_of_owner = distances * sizes[owners] // lengths[owners]
+    first_windows = np.cumsum(sizes) - sizes
+    return first_windows[owners] + windows_of_owner
+
+
+def find_cap(sizes: np.ndarray, count: int) -> int:
+    """The least cap on the windows per document that leaves at least `count` windows."""
+
+    def count_capped(cap: int) -> int:
+        return np.minimum(sizes, cap).sum()
+
+    return bisect_left(range(count + 1), count, key=count_capped)
+
+
+def find_scale(sizes: np.ndarray, cap: int, count: int) -> int:
+    """The least length per window with which capped documents have a total length of `count`.
+
+    Lengths are in units of 1 / FIXED_POINT.
+    """
+
+    def total_length(scale: int) -> int:
+        return np.minimum(sizes * scale, cap * FIXED_POINT).sum()
+
+    return bisect_left(range(FIXED_POINT + 1), count * FIXED_POINT, key=total_length)
 
 
 class Validation(NamedTuple):
-    """What every evaluation reads."""
+    """The windows of every evaluation."""
 
     tokens: Tokens | JoinedTokens
     windows: np.ndarray  # (W,) int64, indices of windows
-    documents: np.ndarray  # (W,) int64, equal where they are of one document
-    sets: np.ndarray  # (W,) int64, the set of each
-    # (W,) of each window in the mean, 1 on average: a set's sum to its weight times W
-    weights: np.ndarray
+    documents: np.ndarray  # (W,) int64, a number for each document
+    sets: np.ndarray  # (W,) int64, index of the window's set
+    weights: np.ndarray  # (W,) weight in the mean, 1 on average; a set has W times its own weight
 
 
 def choose_validation(
@@ -152,25 +196,25 @@ def choose_validation(
     spread: str = "documents",
     weights: Sequence[float] = (1.0,),
 ) -> Validation:
-    """Choose the windows of every evaluation: `fixed_windows` of the validation split of each set.
+    """Choose the windows of every evaluation: `fixed_windows` of each set's validation split.
 
-    Each set has its part of `count` by its weight, or as many as there are. T = `block_size`.
+    `count` is split between the sets by weight; a set that is too short gives all its windows.
     """
     joined = JoinedTokens(parts, block_size)
-    numbers = split_windows(count, weights, np.diff(joined.starts).tolist())
-    chosen = [
-        fixed_windows(part, block_size, n, spread) for part, n in zip(parts, numbers, strict=True)
-    ]
+    counts = split_windows(count, weights, np.diff(joined.starts).tolist())
     windows, documents = [], []
-    for part, first, indices in zip(parts, joined.starts, chosen, strict=False):
-        labels, after = (
-            window_documents(part, block_size, indices),
-            documents[-1][-1] + 1 if documents else 0,
-        )
-        windows.append(first + indices)
-        documents.append(after + labels)
-    sizes, W = np.array([len(indices) for indices in chosen]), sum(map(len, chosen))
-    factors = np.array(weights) / np.sum(weights) * W / sizes if len(parts) > 1 else np.ones(1)
+    next_document = 0
+    for part, first_window, part_count in zip(parts, joined.starts[:-1], counts, strict=True):
+        indices = fixed_windows(part, block_size, part_count, spread)
+        part_documents = next_document + window_documents(part, block_size, indices)
+        next_document = part_documents[-1] + 1
+        windows.append(first_window + indices)
+        documents.append(part_documents)
+    sizes = np.array([len(indices) for indices in windows])
+    if len(parts) == 1:
+        factors = np.ones(1)
+    else:
+        factors = np.array(weights) / np.sum(weights) * sizes.sum() / sizes
     return Validation(
         tokens=joined,
         windows=np.concatenate(windows),
@@ -181,39 +225,45 @@ def choose_validation(
 
 
 def spread_evenly(n: int, count: int) -> np.ndarray:
-    """`count` of the numbers below n, (count,) int64, ascending."""
+    """`count` numbers below n at equal distances, (count,) int64, ascending."""
     return np.arange(count) * n // count
 
 
 def window_documents(tokens: Tokens, block_size: int, indices: np.ndarray) -> np.ndarray:
-    """The documents of windows `indices` (W,) int64, ascending, as `number_documents` has them: (W,) int64.
+    """Number the documents of windows `indices` (W,) int64, ascending: (W,) int64.
 
-    A window is of its middle target's document, so of that which has more than half of its targets,
-    if one has.
+    A window belongs to the document of its middle target. Numbers are as in `number_documents`.
     """
-    return number_documents(tokens, indices * block_size + (block_size + 1) // 2)
+    middle_targets = indices * block_size + (block_size + 1) // 2
+    return number_documents(tokens, middle_targets)
 
 
-def number_documents(tokens: Tokens, places: np.ndarray) -> np.ndarray:
-    """Which tokens are of one document.
+def number_documents(tokens: Tokens, positions: np.ndarray) -> np.ndarray:
+    """Number the documents of the tokens at `positions`, (n,) int64, ascending.
 
-    Reads the split from the first of `places`, (n,) int64, ascending, to the last, in constant
-    memory, and skips what lies between the end of a place's document and the next place.
+    Reads the split from the first position to the last, in constant memory. Tokens between the end
+    of a position's document and the next position are skipped.
 
     Returns:
-        (n,) int64, ascending numbers, equal for tokens of one document; all 0 where `tokens.eot` is
+        (n,) int64, ascending numbers, equal for tokens of one document; all 0 if `tokens.eot` is
         None.
     """
-    numbers = np.zeros(len(places), np.int64)
-    # token to read from; documents that ended before it; places whose document is known
-    start = number = done = 0
-    while done < len(places) and tokens.eot is not None:
-        start = max(start, int(places[done])) if not done or number > numbers[done - 1] else start
+    numbers = np.zeros(len(positions), np.int64)
+    if tokens.eot is None:
+        return numbers
+    start = 0  # the next token to read
+    ended = 0  # documents whose end was read so far
+    known = 0  # positions whose document is known
+    while known < len(positions):
+        if known == 0 or numbers[known - 1] < ended:  # the last position's document has ended
+            start = max(start, int(positions[known]))
         ids = tokens.read(start, min(STRETCH, len(tokens) - start))
         ends = start + np.flatnonzero(ids == tokens.eot)
-        stop = int(np.searchsorted(places, start + len(ids)))
-        numbers[done:stop] = number + np.searchsorted(ends, places[done:stop])
-        start, number, done = start + len(ids), number + len(ends), stop
+        start += len(ids)
+        stop = int(np.searchsorted(positions, start))
+        numbers[known:stop] = ended + np.searchsorted(ends, positions[known:stop])
+        ended += len(ends)
+        known = stop
     return numbers
 
 
@@ -231,7 +281,7 @@ def windows(
 
 
 def prefetch(items: Iterable[T]) -> Generator[T, None, None]:
-    """The same items, each made by another thread while the previous one is in use."""
+    """The same items; another thread makes the next one while one is in use."""
     with ThreadPoolExecutor(1) as thread:
         source = iter(items)
         end: Any = object()
@@ -242,28 +292,30 @@ def prefetch(items: Iterable[T]) -> Generator[T, None, None]:
 
 
 def permute(indices: np.ndarray, n: int | np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Apply a pseudo-random permutation of [0, n), another one for each seed and epoch, in O(B) memory.
+    """Apply a pseudo-random permutation of [0, n), different for each seed and epoch.
+
+    It needs O(B) memory.
 
     Args:
         indices: (B,) int64 in [0, n).
-        n: the size of what is permuted; (B,) int64 if that differs.
+        n: the size of the permutation; (B,) int64 if it differs between indices.
         seed: any integer.
-        epochs: (B,) int64, of each index.
+        epochs: (B,) int64, the epoch of each index.
 
     Returns:
-        (B,) int64, where the indices go.
+        (B,) int64, the permuted indices.
 
-    Source: a Feistel network (Luby and Rackoff 1988) permutes the next power of four; what leaves
-    [0, n) passes it again until it is back (cycle walking, Black and Rogaway 2002).
+    Source: a Feistel network (Luby and Rackoff 1988) permutes the next power of four. Indices
+    outside [0, n) are permuted again until they are inside (cycle walking, Black and Rogaway 2002).
     """
     sizes = np.broadcast_to(n, len(indices))
-    bits = np.frexp(sizes - 1.0)[1]  # int.bit_length
-    # bits per side; below 64 places it mixes badly
-    half = np.maximum(3, (bits + 1) // 2).astype(np.uint64)
+    bits = np.frexp(sizes - 1.0)[1]  # int.bit_length of the largest index
+    half = (bits + 1) // 2  # bits in each half of the network
+    half = np.maximum(3, half).astype(np.uint64)  # with fewer than 64 values it mixes badly
     seeds = np.full(len(indices), seed % 2**64, np.uint64)
     keys = _mix(_mix(seeds) + epochs.astype(np.uint64) * GOLDEN)
     out = indices.astype(np.uint64)
-    outside = np.arange(len(out))
+    outside = np.arange(len(out))  # positions in `out` that need another pass
     while len(outside):
         out[outside] = _feistel(out[outside], keys[outside], half[outside])
         outside = outside[out[outside] >= sizes[outside]]
@@ -282,16 +334,22 @@ def stream_seed(seed: int, *numbers: int) -> int:
 
 
 def _feistel(x: np.ndarray, keys: np.ndarray, half: np.ndarray) -> np.ndarray:
-    """A permutation of [0, 4^half), each (B,), a different one for each of `keys`."""
+    """Permute [0, 4^half) by a Feistel network with `keys`. All arguments are (B,) uint64."""
     mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = x >> half, x & mask
-    for round_ in range(1, ROUNDS + 1):
-        left, right = right, left ^ (_mix(right ^ _mix(keys + np.uint64(round_))) & mask)
+    left = x >> half
+    right = x & mask
+    for number in range(1, ROUNDS + 1):
+        round_keys = _mix(keys + np.uint64(number))
+        scrambled = _mix(right ^ round_keys) & mask
+        left, right = right, left ^ scrambled
     return left << half | right
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64 (Steele, Lea and Flood 2014): every bit of x, (B,) uint64, affects every bit of the result."""
+    """SplitMix64 (Steele, Lea and Flood 2014): every bit of x affects every bit of the result.
+
+    x and the result are (B,) uint64.
+    """
     x = x + GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -19,7 +19,14 @@ import train
 from data import DataError
 from data.bins import Tokens, check_dataset, open_tokens
 from data.loader import Loader, choose_validation, fixed_windows, window_documents
-from data.mixture import UNIT, assign_rows, check_sets, identify, split_windows, to_shares
+from data.mixture import (
+    SHARE_SUM,
+    assign_rows,
+    check_sets,
+    identify,
+    split_windows,
+    to_shares,
+)
 from eval import val_loss
 from runtime import RunError
 from runtime.folder import path_of
@@ -67,14 +74,14 @@ def test_every_set_has_its_part_of_the_rows(weights, first):
     rows = np.arange(first, first + 3000)
     shares = to_shares(weights)
     sets, places = assign_rows(rows, shares)
-    assert shares.sum() == UNIT and len(sets) == len(places) == 3000
+    assert shares.sum() == SHARE_SUM and len(sets) == len(places) == 3000
     for number, share in enumerate(shares.tolist()):
         mine = places[sets == number]
         # none twice, none left out
         assert np.array_equal(mine, mine[:1].repeat(len(mine)) + np.arange(len(mine)))
         # rows of the set up to each row
         before = np.cumsum(sets == number) + (mine[0] if len(mine) else 0)
-        assert not len(mine) or np.abs(before - (rows + 1.0) * share / UNIT).max() < 2
+        assert not len(mine) or np.abs(before - (rows + 1.0) * share / SHARE_SUM).max() < 2
 
 
 def tokens_from(first, count):
