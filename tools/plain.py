@@ -1,0 +1,135 @@
+"""Compare how plain the code is with a base commit: four counts that may only fall.
+
+    python -m tools.plain [--base COMMIT]
+
+The counts are lines with `fmt: skip`, comprehensions inside a comprehension, literals and conditional
+expressions that are splatted into a call or a display (`f(*(a, b))`), and functions that ruff calls too
+complex (C901 above 10). Without --base, the base is where this branch left origin/main, or the commit
+before the last. Exit code 1 if a count rose; the new places of that kind are then printed.
+"""
+
+import ast
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+from common.command import build_parser
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+LITERALS = (ast.Tuple, ast.List, ast.Set, ast.ListComp, ast.IfExp)
+COMPLEXITY = ["--select", "C901", "--config", "lint.mccabe.max-complexity=10"]
+KINDS = ("fmt: skip", "nested comprehension", "splatted literal", "complex function")
+
+
+def run_git(*arguments: str) -> bytes:
+    """Standard output of a git command."""
+    return subprocess.run(["git", *arguments], check=True, capture_output=True).stdout
+
+
+def find_base() -> str:
+    """The commit that a change is compared with, as the module's docstring says; "" if there is none."""
+    head = run_git("rev-parse", "HEAD").decode().strip()
+    for command in (["merge-base", "origin/main", "HEAD"], ["rev-parse", "--verify", "HEAD~1"]):
+        answer = subprocess.run(["git", *command], capture_output=True, text=True)
+        base = answer.stdout.strip()
+        if answer.returncode == 0 and base != head:
+            return base
+    return ""
+
+
+def find_places(root: Path) -> dict[str, list[str]]:
+    """Places of each kind in the Python files under `root`, as `FILE: line of code`."""
+    places: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root)
+        text = file.read_text(encoding="utf-8")
+        lines = text.split("\n")
+        for line in lines:
+            if line.endswith("# fmt: skip"):
+                places["fmt: skip"].append(f"{name}: {line.strip()}")
+        for kind, node in find_packed_nodes(ast.parse(text)):
+            places[kind].append(f"{name}: {lines[node.lineno - 1].strip()}")
+    places["complex function"] = find_complex_functions(root)
+    return places
+
+
+def find_packed_nodes(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Nested comprehensions and splatted literals, with their kind."""
+    for node in ast.walk(tree):
+        if isinstance(node, COMPREHENSIONS) and contains_comprehension(node):
+            yield "nested comprehension", node
+        if isinstance(node, ast.Starred) and isinstance(node.value, LITERALS):
+            yield "splatted literal", node
+
+
+def contains_comprehension(node: ast.AST) -> bool:
+    """True if a comprehension stands below `node`."""
+    inner = list(ast.walk(node))[1:]
+    return any(isinstance(child, COMPREHENSIONS) for child in inner)
+
+
+def find_complex_functions(root: Path) -> list[str]:
+    """Functions of more than 10 branches by ruff's C901, as `FILE: message`."""
+    command = ["ruff", "check", "--isolated", "--no-cache", "--output-format", "concise"]
+    output = subprocess.run([*command, *COMPLEXITY, "."], cwd=root, capture_output=True, text=True)
+    places = []
+    for line in output.stdout.splitlines():
+        if "C901" in line:
+            file, _, message = line.partition(":")
+            places.append(f"{file}: {message.partition('C901 ')[2]}")
+    return places
+
+
+def extract(commit: str, folder: Path) -> Path:
+    """Write the Python files of `commit` under `folder`."""
+    archive = run_git("archive", commit)
+    with tarfile.open(fileobj=BytesIO(archive)) as files:
+        members = [member for member in files if member.name.endswith(".py")]
+        files.extractall(folder, members, filter="data")
+    return folder
+
+
+def copy_working_tree(folder: Path) -> Path:
+    """Copy the Python files that git tracks or would add under `folder`."""
+    for name in run_git("ls-files", "--cached", "--others", "--exclude-standard").decode().split():
+        if name.endswith(".py") and Path(name).is_file():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(Path(name).read_bytes())
+    return folder
+
+
+def main(argv: list[str]) -> int:
+    """Print the counts before and after, and new places of kinds that rose."""
+    parser = build_parser("tools.plain", __doc__)
+    parser.add_argument("--base", default="", metavar="COMMIT", help="commit to compare with")
+    base = parser.parse_args(argv).base or find_base()
+    if not base:
+        print("no commit to compare with: nothing is checked (a shallow clone?)")
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        before = find_places(extract(base, Path(temporary, "base")))
+        after = find_places(copy_working_tree(Path(temporary, "now")))
+    code = 0
+    for kind in KINDS:
+        print(f"{kind}: {len(before[kind])} at {base[:9]}, {len(after[kind])} now")
+        if len(after[kind]) > len(before[kind]):
+            code = 1
+            print_new(before[kind], after[kind])
+    return code
+
+
+def print_new(before: list[str], after: list[str]) -> None:
+    """Print the places whose code, whatever their file, was not there before."""
+    known = {place.partition(": ")[2] for place in before}
+    for place in after:
+        if place.partition(": ")[2] not in known:
+            print(f"  write plainly: {place}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
