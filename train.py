@@ -10,32 +10,15 @@ error, which is named, 75 asked to stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) and s
 again.
 """
 
-import os
 import sys
-from pathlib import Path
 
-import configure
-from data import DataError
-from data.mixture import check_sets
-
-
-def check_new_run(config: configure.Config) -> None:
-    """Exit with 2 if a run that begins now, in this process alone, has no data sets that suit it."""
-    if os.environ.get("WORLD_SIZE", "1") != "1" or Path(config.run.dir, config.run.name).exists():
-        return
-    try:
-        check_sets(config.data.folders, config.model.vocab_size)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
+from runtime.launch import check_command, launch, run_until_exit
 
 # before torch is imported, which takes seconds: a typo or missing data is reported at once
 if __name__ == "__main__":
-    check_new_run(configure.from_command_line(sys.argv[1:]))
+    check_command(sys.argv[1:])
 
 import math
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -44,28 +27,23 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+import configure
 from balance import Stats, balance_loss
 from configure.schema import Optim, Train
 from data.loader import prefetch
-from runtime import RankError, RunError, Stopped, distributed
+from runtime import Stopped, distributed
 from runtime.batches import micro_batches, seed_step
 from runtime.cadence import Cadence
 from runtime.checkpoint import Saver
-from runtime.folder import RunFolder, find_or_rename, path_of, renamed
+from runtime.folder import RunFolder, path_of
 from runtime.guard import Guard
 from runtime.parallel import set_gradient_sync
 from runtime.preflight import OpenTasks, Plan
 from runtime.reporter import Reporter, SilentReporter
-from runtime.signals import EXIT_CODE, Stop
+from runtime.signals import Stop
 from runtime.state import TrainState
 from runtime.statistics import Statistics
 from runtime.validation import evaluate
-
-NEXT = """\
-next:
-  python -m scripts.report {run}
-  python -m eval.val_loss {run}
-  python -m scripts.sample {run} --prompt "The \""""
 
 
 def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
@@ -284,65 +262,24 @@ def train(
     distributed.print_once(f"{plan.run}: finished, {plan.run.describe_result(max_steps)}")
 
 
+def find_scorer(config: configure.Config) -> OpenTasks | None:
+    """Check eval.tasks and return what scores a model on them; None without tasks, so that eval is not imported."""
+    if not config.eval.task_names:
+        return None
+    from eval.in_loop import TaskScores, check_tasks
+
+    check_tasks(config)
+    return TaskScores
+
+
 def main(argv: list[str], stop: Stop | None = None) -> int:
-    """Train from a command line; every error that a user can mend is one message.
+    """Train from a command line. Returns the exit code."""
 
-    Returns the exit code.
-    """
-    config, notes = configure.from_command_line(argv), []
-    try:
-        if "--fresh" in argv:
-            config = renamed(config)
-        elif not configure.is_name_chosen(*configure.split_command_line(argv)):
-            config = find_or_rename(config, notes.append)
-        # and the tasks' names: for a finished run, too
-        distributed.pick_device(config.train.device)
-        open_tasks = None
-        if config.eval.task_names:
-            from eval.in_loop import TaskScores, check_tasks
+    def start(config: configure.Config, notes: list[str]) -> None:
+        train(config, stop, find_scorer(config), notes)
 
-            check_tasks(config)
-            open_tasks = TaskScores
-        train(config, stop, open_tasks, notes)
-        distributed.print_once(NEXT.format(run=path_of(config)))
-    except Stopped as stopped:
-        distributed.print_once(str(stopped))
-        return EXIT_CODE
-    except (RunError, DataError, configure.ConfigError, OSError) as error:
-        configure.tell_torchrun(str(error))
-        rank, first_of_node = os.environ.get("RANK", "0"), distributed.local_rank() == 0
-        if rank == "0":
-            print(f"error: {error}", file=sys.stderr)
-        elif isinstance(error, OSError | RankError) or (
-            isinstance(error, DataError) and first_of_node
-        ):
-            # other errors come to rank 0 alike
-            print(f"error on rank {rank}: {error}", file=sys.stderr)
-        code = 2
-    except Exception as error:  # most often another rank is lost
-        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            error.add_note(
-                "torch cannot compile the model: set --train.compile=off and start again"
-            )
-        if distributed.world_size() == 1:
-            raise
-        traceback.print_exc()
-        code = 1
-    else:
-        return 0
-    # threads that still wait for a lost rank must not keep this process, or abort it
-    if distributed.world_size() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    return launch(argv, start)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:], Stop().listen()))
-    except KeyboardInterrupt:
-        distributed.print_once(
-            "interrupted again: not saved. The same command resumes from the last checkpoint"
-        )
-        sys.exit(130)
+    run_until_exit(main)

@@ -28,8 +28,7 @@ SIDEWAYS = {
     ("router", "configure"),
     ("router", "balance"),  # exports ship router.py
 }
-# only for train.init_from and eval.tasks
-UP = {("runtime/preflight.py", "hf"), ("train.py", "eval")}
+UP = {("runtime/preflight.py", "hf")}  # only for train.init_from
 
 
 def test_imports_point_down():

@@ -1,0 +1,101 @@
+"""How train.py starts and ends as a command: early checks, one message per error, exit codes, torchrun.
+
+It imports torch only within `launch`: a typo or missing data is reported before.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import configure
+from data import DataError
+from data.mixture import check_sets
+from runtime import RankError, RunError, Stopped
+from runtime.signals import EXIT_CODE, Stop
+
+NEXT = """\
+next:
+  python -m scripts.report {run}
+  python -m eval.val_loss {run}
+  python -m scripts.sample {run} --prompt "The \""""
+
+
+def check_command(argv: Sequence[str]) -> None:
+    """Exit with 2 if the command line is wrong, or if it starts a new run that has no data sets that suit it.
+
+    Data are checked only for a run in this process alone.
+    """
+    config = configure.from_command_line(argv)
+    if os.environ.get("WORLD_SIZE", "1") != "1" or Path(config.run.dir, config.run.name).exists():
+        return
+    try:
+        check_sets(config.data.folders, config.model.vocab_size)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def launch(argv: list[str], start: Callable[[configure.Config, list[str]], None]) -> int:
+    """Call `start` with the config of a command line and notes to print.
+
+    Every error that a user can mend is one message. Returns the exit code.
+    """
+    from runtime import distributed  # imports torch
+    from runtime.folder import find_or_rename, path_of, renamed
+
+    config, notes = configure.from_command_line(argv), []
+    try:
+        if "--fresh" in argv:
+            config = renamed(config)
+        elif not configure.is_name_chosen(*configure.split_command_line(argv)):
+            config = find_or_rename(config, notes.append)
+        distributed.pick_device(config.train.device)  # raises for a finished run, too
+        start(config, notes)
+        distributed.print_once(NEXT.format(run=path_of(config)))
+    except Stopped as stopped:
+        distributed.print_once(str(stopped))
+        return EXIT_CODE
+    except (RunError, DataError, configure.ConfigError, OSError) as error:
+        configure.tell_torchrun(str(error))
+        rank, first_of_node = os.environ.get("RANK", "0"), distributed.local_rank() == 0
+        if rank == "0":
+            print(f"error: {error}", file=sys.stderr)
+        elif isinstance(error, OSError | RankError) or (
+            isinstance(error, DataError) and first_of_node
+        ):
+            # other errors come to rank 0 alike
+            print(f"error on rank {rank}: {error}", file=sys.stderr)
+        code = 2
+    except Exception as error:  # most often another rank is lost
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            error.add_note(
+                "torch cannot compile the model: set --train.compile=off and start again"
+            )
+        if distributed.world_size() == 1:
+            raise
+        traceback.print_exc()
+        code = 1
+    else:
+        return 0
+    # threads that still wait for a lost rank must not keep this process, or abort it
+    if distributed.world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def run_until_exit(main: Callable[[list[str], Stop], int]) -> NoReturn:
+    """Exit with the code of `main`, which gets the command line and what stop signals set."""
+    try:
+        sys.exit(main(sys.argv[1:], Stop().listen()))
+    except KeyboardInterrupt:
+        from runtime.distributed import print_once
+
+        print_once(
+            "interrupted again: not saved. The same command resumes from the last checkpoint"
+        )
+        sys.exit(130)
