@@ -7,7 +7,7 @@ inputs. Exit code 1 if a measurement is further from its expectation than chance
 docs/theory.md says which claims hold.
 
 Expectations are computed rather than sampled. The M logits of a token are independent N(0, τ²),
-which they are over draws of W for an input of fixed norm. Facts 1 to 3 are those of gate_norm.py.
+which they are over draws of W for an input of fixed norm. Facts 1 to 3 stand in common/quadrature.py.
 """
 
 import math
@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.command import build_parser, command, run_command
+from common.quadrature import ABOVE, P, Z, fewer, mean_norm, simpson, top_sum
 from common.text import text_table
-from gate_norm import ABOVE, P, Z, fewer, gate_sum, mean_norm, simpson, top_sum
+from gate_norm import gate_sum
 from router import ROUTERS, Router, RouterSpec, Routing, monte_carlo_scale
 
 # the paper's 125M; with N(0, 0.02²) weights and LayerNorm before them logits have

@@ -1,4 +1,4 @@
-"""gate_norm.py: expectations against brute force, the norm of fresh models, what is refused."""
+"""gate_norm.py, common/quadrature.py: brute force, the norm of fresh models, what is refused."""
 
 import math
 
@@ -9,8 +9,9 @@ from numerics import seeded
 from test_router import GATES, SPARSE
 
 import gate_norm
+from common.quadrature import softmax_moments
 from configure import Config
-from gate_norm import expected_square, gate_scale, gate_sum, softmax_moments
+from gate_norm import expected_square, gate_scale, gate_sum
 from model import GPT, parameter_shapes
 from router import ROUTERS, RouterSpec
 
