@@ -15,24 +15,6 @@ from pydantic import ValidationError
 
 from configure.schema import KEYS, SECTIONS, Config, Model, Optim, Train
 
-OTHER_NAMES = {  # what other projects call our keys
-    "optim.lr": "learning_rate",
-    "optim.min_lr_ratio": "min_lr",
-    "train.batch_size": "batch",
-    "train.micro_batch_size": "gradient_accumulation_steps",
-    "train.max_steps": "steps max_iters lr_decay_iters epochs num_train_epochs",
-    "model.n_layer": "layers num_layers num_hidden_layers",
-    "model.n_head": "heads num_heads num_attention_heads",
-    "model.n_embd": "hidden hidden_size d_model dim",
-    "model.block_size": "seq_len max_seq_len context context_length max_position_embeddings",
-    "model.vocab_size": "vocab",
-    "model.n_expert": "experts num_experts num_local_experts",
-    "model.top_k": "topk num_experts_per_tok",
-    "data.name": "dataset",
-    "log.wandb": "wandb_log",
-    "run.dir": "out_dir output_dir",
-}
-
 
 def find_errors(settings: dict[str, Any], source: str | Path) -> list[str]:
     """List what is wrong with settings by dotted key, each checked alone: `SOURCE: section.key = value: reason`."""
@@ -67,8 +49,8 @@ def _explain(key: str, value: Any, error: Any) -> str:
 def _suggest_key(key: str) -> str:
     """`; did you mean 'optim.lr'?` for `train.lr`: another project's or section's name for a key, or the nearest."""
     name = key.rpartition(".")[2]
-    for own, names in OTHER_NAMES.items():
-        if name in names.split():
+    for own, schema in KEYS.items():
+        if name in schema["other_names"].split():
             return f"; did you mean {own!r}?"
     if same_name := [other for other in KEYS if other.split(".")[1] == name]:
         return _suggest(key, same_name, cutoff=0.0)

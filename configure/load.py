@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configure.check import find_conflicts, find_errors, format_toml, show, show_key
-from configure.schema import KEYS, SECTIONS, Config, Mix, Optim
+from configure.schema import KEYS, SECTIONS, Config, Mix, Optim, has_effect, select_keys
 
 COMMAND_LINE = "command line"
 
@@ -216,17 +216,10 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Se
     }
     # A run's own config.toml has every key of its day. Those that it lacks get what runs did before
     # they existed.
-    if (
-        Path(path).name == "config.toml"
-        and {"run.name", "log.group", "optim.eps"} <= in_file.keys()
-    ):
-        before = {key: schema for key, schema in KEYS.items() if "before" in schema}
-        older = {
-            key: schema["before"]
-            for key, schema in before.items()
-            if in_file.get(schema.get("with", ""), True)
-        }
-        in_file = older | in_file
+    if Path(path).name == "config.toml" and in_file.keys() >= set(select_keys("in_every_run")):
+        for key, schema in KEYS.items():
+            if "before" in schema and has_effect(key, lambda other: in_file.get(other, True)):
+                in_file.setdefault(key, schema["before"])
     given, opened = {}, {}
     for text in overrides:
         key, value = _parse_override(text, lists)

@@ -9,12 +9,15 @@ This package imports no torch, so that a typo in a config file is reported withi
 """
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
+
+from configure.attributes import key
 
 FILE_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 ROUTER_FILE = Path(__file__).parents[1] / "router.py"
@@ -43,89 +46,200 @@ class Section(BaseModel):
 class Run(Section):
     """Where a run writes, and its seed."""
 
-    name: str = Field(
-        "", pattern=f"^({FILE_NAME})?$", description="folder of the run; empty: file, router, sweep"
+    name: str = key(
+        "",
+        "folder of the run; empty: file, router, sweep",
+        pattern=f"^({FILE_NAME})?$",
+        resume=True,
+        in_every_run=True,
     )
-    dir: str = Field("runs", min_length=1, description="folder that holds all runs")
-    seed: int = Field(
-        0, ge=0, lt=2**32, description="seed of initialisation, dropout and data order"
+    dir: str = key(
+        "runs",
+        "folder that holds all runs",
+        min_length=1,
+        resume=True,
+        other_names="out_dir output_dir",
+    )
+    seed: int = key(
+        0, "seed of initialisation, dropout and data order", ge=0, lt=2**32, report="neutral"
     )
 
 
 class Model(Section):
     """The architecture; model.py reads it."""
 
-    n_layer: int = Field(12, ge=1, le=2**10, description="transformer blocks")
-    n_head: int = Field(12, ge=1, le=2**10, description="attention heads per block")
-    n_kv_head: int = Field(
-        0, ge=0, le=2**10, description="heads of keys and values, shared by query heads; 0: n_head"
+    n_layer: int = key(
+        12,
+        "transformer blocks",
+        ge=1,
+        le=2**10,
+        fixed_by_weights=True,
+        exported="always",
+        routing_shape=True,
+        other_names="layers num_layers num_hidden_layers",
     )
-    qk_norm: Literal["off", "head", "all"] = Field(
-        "off", description="norm of queries and keys: per head or over all"
+    n_head: int = key(
+        12,
+        "attention heads per block",
+        ge=1,
+        le=2**10,
+        fixed_by_weights=True,
+        exported="always",
+        other_names="heads num_heads num_attention_heads",
     )
-    n_embd: int = Field(768, ge=1, le=2**17, description="width of the residual stream")
-    block_size: int = Field(512, ge=1, le=2**20, description="context length in tokens")
-    vocab_size: int = Field(
-        50304, ge=2, le=2**16, description="vocabulary; GPT-2's 50257 padded to a multiple of 64"
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="probability of dropping an activation")
-    router: str = Field(
-        "kern",
-        description="how tokens choose experts; dense: one MLP as wide as all experts that a token takes; "
-        'a formula such as "tanh, post=l2 over topk, gamma, c=2" is a router, too',
-        json_schema_extra={"enum": [*read_router_names()]},
-    )
-    n_expert: int = Field(64, ge=1, le=2**14, description="experts per block; ignored by dense")
-    top_k: int = Field(8, ge=1, le=2**14, description="experts per token")
-    expert_hidden: int = Field(384, ge=1, le=2**17, description="hidden width of one expert")
-    activation: Literal["gelu", "silu"] = Field(
-        "gelu", description="activation of MLPs and experts; gelu is exact"
-    )
-    gated: bool = Field(
-        False, description="MLPs and experts compute activation(x W_gate) * (x W_up), as in SwiGLU"
-    )
-    n_shared_expert: int = Field(
-        0, ge=0, le=2**10, description="experts that every token takes, computed as one MLP"
-    )
-    n_dense_layer: int = Field(
-        0, ge=0, le=2**10, description="first blocks that have the MLP of dense, no experts"
-    )
-    n_hash_layer: int = Field(
+    n_kv_head: int = key(
         0,
+        "heads of keys and values, shared by query heads; 0: n_head",
         ge=0,
         le=2**10,
-        description="first blocks whose experts the token's id chooses; nothing balances their loads",
+        exported="later",
     )
-    gate_scale: float = Field(
-        1.0, gt=0, le=2**16, description="constant factor on all gates, times the router's own c"
+    qk_norm: Literal["off", "head", "all"] = key(
+        "off",
+        "norm of queries and keys: per head or over all",
+        fixed_by_weights=True,
+        exported="later",
     )
-    gate_norm: float = Field(
-        0.0, ge=0, le=2**16, description="initial size of a token's gates; 0: the router's own"
+    n_embd: int = key(
+        768,
+        "width of the residual stream",
+        ge=1,
+        le=2**17,
+        label="first",
+        fixed_by_weights=True,
+        exported="always",
+        other_names="hidden hidden_size d_model dim",
     )
-    norm: Literal["layernorm", "rmsnorm"] = Field(
-        "layernorm", description="rmsnorm: without mean and bias"
+    block_size: int = key(
+        512,
+        "context length in tokens",
+        ge=1,
+        le=2**20,
+        exported="always",
+        routing_shape=True,
+        validation_text=True,
+        other_names="seq_len max_seq_len context context_length max_position_embeddings",
     )
-    norm_eps: float = Field(1e-5, gt=0, description="added to the variance in each norm")
-    pos: Literal["learned", "rope"] = Field(
-        "learned", description="position embeddings: a learned table or rotary"
+    vocab_size: int = key(
+        50304,
+        "vocabulary; GPT-2's 50257 padded to a multiple of 64",
+        ge=2,
+        le=2**16,
+        exported="always",
+        other_names="vocab",
     )
-    rope_base: float = Field(
-        1e4, ge=1, description="base of rotary angles: pair i turns by base^(-2i / head width)"
+    dropout: float = key(0.0, "probability of dropping an activation", ge=0, lt=1)
+    router: str = key(
+        "kern",
+        "how tokens choose experts; dense: no experts, one MLP with hidden width top_k * expert_hidden; "
+        'a formula such as "tanh, post=l2 over topk, gamma, c=2" is a router, too',
+        choices=read_router_names(),
+        report="router",
+        exported="always",
     )
-    tie_embeddings: bool = Field(
-        True, description="the LM head shares the token embedding's weights"
+    n_expert: int = key(
+        64,
+        "experts per block; ignored by dense",
+        ge=1,
+        le=2**14,
+        exported="always",
+        routing_shape=True,
+        other_names="experts num_experts num_local_experts",
     )
-    bias: bool = Field(
-        False, description="biases as in GPT-2: LayerNorms, attention, dense MLP; experts have none"
+    top_k: int = key(
+        8,
+        "experts per token",
+        ge=1,
+        le=2**14,
+        exported="always",
+        routing_shape=True,
+        other_names="topk num_experts_per_tok",
     )
-    init_std: float = Field(
-        0.02, gt=0, description="std of initial weights, / sqrt(2 n_layer) in residual projections"
+    expert_hidden: int = key(384, "hidden width of one expert", ge=1, le=2**17, exported="always")
+    activation: Literal["gelu", "silu"] = key(
+        "gelu",
+        "activation of MLPs and experts; gelu is exact",
+        fixed_by_weights=True,
+        exported="later",
     )
-    router_init_ratio: float = Field(
-        1.0, gt=0, description="std of routers' initial weights, as a fraction of init_std"
+    gated: bool = key(
+        False,
+        "MLPs and experts compute activation(x W_gate) * (x W_up), as in SwiGLU",
+        fixed_by_weights=True,
+        exported="later",
     )
-    backend: Literal["auto", "reference", "torch", "triton"] = Field(
-        "auto", description="kernels of experts, LM head"
+    n_shared_expert: int = key(
+        0,
+        "shared experts: every token uses them; computed as one MLP",
+        ge=0,
+        le=2**10,
+        exported="later",
+    )
+    n_dense_layer: int = key(
+        0,
+        "number of first blocks with a dense MLP, as wide as in a dense model, instead of experts",
+        ge=0,
+        le=2**10,
+        exported="later",
+        routing_shape=True,
+    )
+    n_hash_layer: int = key(
+        0,
+        "number of first blocks with experts that route by token id; their loads are not balanced",
+        ge=0,
+        le=2**10,
+        report="option",
+        exported="later",
+        track_option=True,
+    )
+    gate_scale: float = key(
+        1.0,
+        "constant factor on all gates, times the router's own c",
+        gt=0,
+        le=2**16,
+        report="option",
+        exported="always",
+    )
+    gate_norm: float = key(
+        0.0,
+        "size of a token's gates at the start of training; 0: the router's own",
+        ge=0,
+        le=2**16,
+        report="option",
+    )
+    norm: Literal["layernorm", "rmsnorm"] = key(
+        "layernorm", "rmsnorm: without mean and bias", fixed_by_weights=True, exported="later"
+    )
+    norm_eps: float = key(1e-5, "added to the variance in each norm", gt=0, exported="later")
+    pos: Literal["learned", "rope"] = key(
+        "learned",
+        "position embeddings: a learned table or rotary",
+        fixed_by_weights=True,
+        exported="always",
+    )
+    rope_base: float = key(
+        1e4,
+        "base of rotary angles: pair i turns by base^(-2i / head width)",
+        ge=1,
+        acts_if="model.pos=rope",
+        exported="later",
+    )
+    tie_embeddings: bool = key(
+        True, "the LM head shares the token embedding's weights", fixed_by_weights=True
+    )
+    bias: bool = key(
+        False,
+        "biases as in GPT-2: LayerNorms, attention, dense MLP; experts have none",
+        exported="always",
+    )
+    init_std: float = key(
+        0.02, "std of initial weights, / sqrt(2 n_layer) in residual projections", gt=0
+    )
+    router_init_ratio: float = key(
+        1.0, "std of routers' initial weights, as a fraction of init_std", gt=0
+    )
+    backend: Literal["auto", "reference", "torch", "triton"] = key(
+        "auto", "kernels of experts, LM head", report="neutral"
     )
 
     @field_validator("router")
@@ -172,21 +286,31 @@ class Mix(dict[str, float]):
 class Data(Section):
     """The corpus."""
 
-    name: str = Field(
-        "books3", pattern=f"^{FILE_NAME}$", description="prepared corpus, a folder in data.dir"
+    name: str = key(
+        "books3",
+        "prepared corpus, a folder in data.dir",
+        pattern=f"^{FILE_NAME}$",
+        label="first",
+        validation_text=True,
+        other_names="dataset",
     )
-    dir: str = Field("data", min_length=1, description="folder that holds all prepared corpora")
+    dir: str = key(
+        "data",
+        "folder that holds all prepared corpora",
+        min_length=1,
+        resume=True,
+    )
     mix: Annotated[
         dict[Annotated[str, Field(pattern=f"^{FILE_NAME}$")], Annotated[float, Field(gt=0)]],
         AfterValidator(Mix),
-    ] = Field(
+    ] = key(
         {},
+        "weights of several corpora, by name, instead of data.name",
         validate_default=True,
-        description="weights of several corpora, by name, instead of data.name",
+        label="first",
+        validation_text=True,
     )
-    document_mask: bool = Field(
-        False, description="attention and positions restart at each document of a window"
-    )
+    document_mask: bool = key(False, "attention and positions restart at each document of a window")
 
     @property
     def sets(self) -> dict[str, float]:
@@ -209,97 +333,161 @@ class Data(Section):
 class Train(Section):
     """Batches, precision, parallelism, auxiliary losses and checkpoints."""
 
-    batch_size: int = Field(
-        256, ge=1, le=2**24, description="sequences per optimizer step, over all ranks"
+    batch_size: int = key(
+        256,
+        "sequences per optimizer step, over all ranks",
+        ge=1,
+        le=2**24,
+        other_names="batch",
     )
-    micro_batch_size: int = Field(
-        32, ge=1, le=2**24, description="sequences per rank and forward pass"
+    micro_batch_size: int = key(
+        32,
+        "sequences per rank and forward pass",
+        ge=1,
+        le=2**24,
+        resume=True,
+        other_names="gradient_accumulation_steps",
     )
-    max_steps: int = Field(50_000, ge=1, description="optimizer steps of the run")
-    init_from: str = Field(
-        "", description="folder of initial weights, of this project or in HF format; empty: random"
+    max_steps: int = key(
+        50_000,
+        "optimizer steps of the run",
+        ge=1,
+        resume=True,
+        report="setting",
+        label="first",
+        scaled=True,
+        other_names="steps max_iters lr_decay_iters epochs num_train_epochs",
     )
-    match_gates: bool = Field(
-        True, description="init_from with another router: its gates get the old ones' mean size"
+    init_from: str = key(
+        "", "folder of initial weights, of this project or in HF format; empty: random"
     )
-    branch_from: str = Field(
-        "", description="run with schedule wsd whose state at branch_step this run decays"
+    match_gates: bool = key(
+        True,
+        "init_from with another router: scale its gates to the old router's mean size",
+        acts_if="train.init_from",
     )
-    branch_step: int = Field(
-        0, ge=0, description="step of the branch, sets decay_fraction; 0: where the decay begins"
+    branch_from: str = key(
+        "",
+        "folder of a run with schedule wsd, the trunk; this run decays its state at branch_step",
+        decay_branch=True,
+        report="neutral",
     )
-    dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field(
+    branch_step: int = key(
+        0,
+        "step of the branch, sets decay_fraction; 0: where the decay starts",
+        ge=0,
+        decay_branch=True,
+        report="neutral",
+    )
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = key(
         "auto",
-        description="autocast; auto: float16 on CUDA, on a CPU the faster of bfloat16 and float32",
+        "autocast; auto: float16 on CUDA, on a CPU the faster of bfloat16 and float32",
+        report="option",
+        label="last",
     )
-    device: Literal["auto", "cuda", "cpu"] = Field(
-        "auto", description="auto: cuda if there is a GPU, else cpu"
+    device: Literal["auto", "cuda", "cpu"] = key(
+        "auto", "auto: cuda if there is a GPU, else cpu", resume=True
     )
-    compile: Literal["auto", "on", "off"] = Field(
-        "auto", description="torch.compile every block; auto: on CUDA"
+    compile: Literal["auto", "on", "off"] = key(
+        "auto", "torch.compile every block; auto: on CUDA", resume=True
     )
-    parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = Field(
+    parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = key(
         "auto",
-        description="ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: weights, too; hsdp: fsdp "
+        "ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: weights, too; hsdp: fsdp "
         "(zero2 if a step is one micro-batch) within a node, ddp across nodes; auto: the first that fits",
+        resume=True,
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+    reduce_dtype: Literal["float32", "bfloat16"] = key(
         "float32",
-        description="type in which gradients are summed over ranks; bfloat16 sends half the bytes, and rounds",
+        "type in which gradients are summed over ranks; bfloat16 sends half the bytes, and rounds",
     )
-    activation_checkpointing: bool = Field(
-        False, description="keep only blocks' inputs and recompute the rest"
+    activation_checkpointing: bool = key(
+        False, "keep only blocks' inputs and recompute the rest", resume=True
     )
-    timeout_minutes: float = Field(
-        10.0, gt=0, le=7 * 24 * 60, description="longest time a rank waits for the others"
+    timeout_minutes: float = key(
+        10.0,
+        "longest time a rank waits for the others",
+        gt=0,
+        le=7 * 24 * 60,
+        resume=True,
     )
-    balance_loss_coef: float = Field(
-        0.0, ge=0, description="weight of the balance loss, mean over layers; 0 disables"
+    balance_loss_coef: float = key(
+        0.0,
+        "weight of the balance loss, mean over layers; 0 disables",
+        ge=0,
+        report="option",
+        track_balance="loss",
     )
-    balance_loss_scope: Literal["global", "sequence", "micro_batch"] = Field(
+    balance_loss_scope: Literal["global", "sequence", "micro_batch"] = key(
         "global",
-        description="tokens whose loads are balanced: of the step, of each sequence, or of each micro-batch",
-        json_schema_extra={"before": "micro_batch", "with": "train.balance_loss_coef"},
+        "which loads the balance loss makes even: of the whole step, of each sequence, or of each micro-batch",
+        report="option",
+        before="micro_batch",
+        acts_if="train.balance_loss_coef",
     )
-    z_loss_coef: float = Field(
-        0.0, ge=0, description="weight of the router z-loss, mean over layers; 0 disables"
+    z_loss_coef: float = key(
+        0.0,
+        "weight of the router z-loss, mean over layers; 0 disables",
+        ge=0,
+        report="option",
     )
-    bias_update: Literal["sign", "quantile"] = Field(
+    bias_update: Literal["sign", "quantile"] = key(
         "sign",
-        description="selection bias: moves by bias_update_rate, or to where the step's loads would be balanced",
+        "how the selection bias moves: by bias_update_rate, or to where the step's loads would be balanced",
+        report="option",
+        track_option=True,
     )
-    bias_update_rate: float = Field(
-        0.0, ge=0, description="step of the selection bias under sign; 0 disables"
+    bias_update_rate: float = key(
+        0.0,
+        "step of the selection bias under sign; 0 disables",
+        ge=0,
+        report="option",
+        track_balance="bias",
     )
-    loss_spike: Literal["off", "warn", "skip"] = Field(
-        "off", description="on a loss spike: warn, or skip the step"
+    loss_spike: Literal["off", "warn", "skip"] = key(
+        "off", "on a loss spike: warn, or skip the step", report_as={"warn": "off"}
     )
-    spike_sigma: float = Field(
-        6.0, gt=0, description="a spike: deviations above the mean of the last 128 losses"
+    spike_sigma: float = key(
+        6.0,
+        "a loss is a spike this many standard deviations above the mean of the last 128",
+        gt=0,
+        acts_if="train.loss_spike=skip",
     )
-    max_skipped_steps: int = Field(
-        20, ge=1, description="consecutive skipped steps that stop the run"
+    max_skipped_steps: int = key(
+        20, "consecutive skipped steps that stop the run", ge=1, report="neutral"
     )
-    checkpoint_interval: int = Field(
-        -1, ge=-1, description="steps between checkpoints; -1: max_steps / 10, 0 disables"
+    checkpoint_interval: int = key(
+        -1,
+        "steps between checkpoints; -1: max_steps / 10, 0 disables",
+        ge=-1,
+        resume=True,
+        scaled=True,
     )
-    checkpoint_minutes: float = Field(
-        10.0, ge=0, description="minutes between checkpoints; 0 disables"
+    checkpoint_minutes: float = key(
+        10.0, "minutes between checkpoints; 0 disables", ge=0, resume=True
     )
-    keep_checkpoints: int = Field(2, ge=1, description="number of latest checkpoints kept on disk")
-    keep_steps: str = Field(
-        "", pattern=r"^(\d+(,\d+)*)?$", description="steps whose checkpoints stay, as 800,1600"
+    keep_checkpoints: int = key(2, "number of latest checkpoints kept on disk", ge=1, resume=True)
+    keep_steps: str = key(
+        "",
+        "steps whose checkpoints stay, as 800,1600",
+        pattern=r"^(\d+(,\d+)*)?$",
+        resume=True,
     )
-    on_save_error: Literal["stop", "warn"] = Field(
-        "stop", description="when a checkpoint cannot be written"
+    on_save_error: Literal["stop", "warn"] = key(
+        "stop", "what to do when a checkpoint cannot be written", resume=True
     )
-    ema_decay: float = Field(
-        0.0, ge=0, lt=1, description="decay per step of the weights' running mean; 0 disables"
+    ema_decay: float = key(
+        0.0,
+        "decay per step of the weights' running mean; 0 disables",
+        ge=0,
+        lt=1,
+        report="neutral",
     )
-    deterministic: bool = Field(
+    deterministic: bool = key(
         False,
-        description="deterministic torch operations only: a run repeats bit for bit; on a GPU, attention then takes "
+        "deterministic torch operations only: a run repeats bit for bit; on a GPU, attention then uses "
         "flash attention or plain products, never cuDNN's",
+        resume=True,
     )
 
     @field_validator("branch_from")
@@ -325,68 +513,102 @@ class Train(Section):
 class Optim(Section):
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: for the blocks' matrices, routers excepted"
+    name: Literal["adamw", "muon"] = key(
+        "adamw", "muon: for the blocks' matrices, routers excepted"
     )
-    lr: float = Field(6e-4, gt=0, description="peak learning rate")
-    momentum: float = Field(
-        0.95, ge=0, lt=1, description="decay of Muon's running mean of gradients; Nesterov's form"
+    lr: float = key(6e-4, "peak learning rate", gt=0, label="first", other_names="learning_rate")
+    momentum: float = key(
+        0.95,
+        "decay of Muon's running mean of gradients; Nesterov's form",
+        ge=0,
+        lt=1,
+        acts_if="optim.name=muon",
     )
-    router_lr_ratio: float = Field(
-        1.0, ge=0, description="routers' learning rate as a fraction of lr; 0 freezes them"
+    router_lr_ratio: float = key(
+        1.0,
+        "routers' learning rate as a fraction of lr; 0 freezes them",
+        ge=0,
+        report="option",
     )
-    expert_out_lr_ratio: float = Field(
-        1.0, ge=0, description="learning rate of experts' w_out as a fraction of lr"
+    expert_out_lr_ratio: float = key(
+        1.0, "learning rate of experts' w_out as a fraction of lr", ge=0, report="option"
     )
-    schedule: Literal["cosine", "wsd"] = Field(
-        "cosine", description="after warm-up: a cosine, or constant, then decay"
+    schedule: Literal["cosine", "wsd"] = key(
+        "cosine", "after warm-up: a cosine, or constant, then decay"
     )
-    decay_fraction: float = Field(
-        0.2, ge=0, le=1, description="wsd: steps of the decay, as a fraction of max_steps"
+    decay_fraction: float = key(
+        0.2,
+        "wsd: steps of the decay, as a fraction of max_steps",
+        ge=0,
+        le=1,
+        decay_branch=True,
+        acts_if="optim.schedule=wsd",
     )
-    decay: Literal["linear", "sqrt"] = Field(
-        "linear", description="wsd: factor after a part p: 1 - p or 1 - sqrt(p)"
+    decay: Literal["linear", "sqrt"] = key(
+        "linear",
+        "wsd: factor on the rate after a fraction p of the decay: 1 - p or 1 - sqrt(p)",
+        decay_branch=True,
+        acts_if="optim.schedule=wsd",
     )
-    min_lr_ratio: float = Field(
-        0.1, ge=0, le=1, description="final learning rate of the schedule, as a fraction of lr"
+    min_lr_ratio: float = key(
+        0.1,
+        "final learning rate of the schedule, as a fraction of lr",
+        ge=0,
+        le=1,
+        decay_branch=True,
+        other_names="min_lr",
     )
-    warmup_steps: int = Field(500, ge=0, description="steps of linear warm-up")
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the gradient's running mean")
-    beta2: float = Field(
-        0.95, ge=0, lt=1, description="decay of the squared gradient's running mean"
-    )
-    eps: float = Field(1e-8, gt=0, description="added to AdamW's denominator")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay, matrices only")
-    grad_clip: float = Field(1.0, ge=0, description="maximum global gradient norm; 0 disables")
+    warmup_steps: int = key(500, "steps of linear warm-up", ge=0, scaled=True)
+    beta1: float = key(0.9, "decay of the gradient's running mean", ge=0, lt=1)
+    beta2: float = key(0.95, "decay of the squared gradient's running mean", ge=0, lt=1)
+    eps: float = key(1e-8, "added to AdamW's denominator", gt=0, in_every_run=True)
+    weight_decay: float = key(0.1, "decoupled weight decay, matrices only", ge=0)
+    grad_clip: float = key(1.0, "maximum global gradient norm; 0 disables", ge=0)
 
     def decay_start(self, max_steps: int) -> int:
-        """The step at which the decay of schedule "wsd" begins."""
+        """The step at which the decay of schedule "wsd" starts."""
         return max_steps - round(self.decay_fraction * max_steps)
 
 
 class Eval(Section):
     """Validation and scores during training."""
 
-    interval: int = Field(1000, ge=1, description="steps between evaluations")
-    windows: int = Field(
-        2048, ge=1, description="validation windows of block_size tokens, the same every time"
+    interval: int = key(
+        1000,
+        "steps between evaluations",
+        ge=1,
+        resume=True,
+        scaled=True,
     )
-    spread: Literal["documents", "tokens"] = Field(
+    windows: int = key(
+        2048,
+        "validation windows of block_size tokens, the same every time",
+        ge=1,
+        scaled=True,
+    )
+    spread: Literal["documents", "tokens"] = key(
         "documents",
-        description="windows from many documents, or evenly spaced",
-        json_schema_extra={"before": "tokens"},
+        "windows from many documents, or evenly spaced",
+        before="tokens",
+        validation_text=True,
     )
-    tasks: str = Field(
+    tasks: str = key(
         "",
+        'tasks of lm-evaluation-harness to score, as ["arc_easy", "sciq"] or arc_easy,sciq; empty: none',
         pattern=r"^([A-Za-z0-9_.+-]+(,[A-Za-z0-9_.+-]+)*)?$",
-        description='tasks of lm-evaluation-harness to score, as ["arc_easy", "sciq"] or arc_easy,sciq; empty: none',
+        resume=True,
     )
-    task_interval: int = Field(
-        0, ge=0, description="steps between scores, at evaluations; 0: at each of them"
+    task_interval: int = key(
+        0,
+        "steps between scores, at evaluations; 0: at each of them",
+        ge=0,
+        resume=True,
     )
-    task_limit: int = Field(0, ge=0, description="documents of each task, the first ones; 0: all")
-    tasks_dir: str = Field(
-        "", description="folder of local files TASK.jsonl; empty: from the Hugging Face hub"
+    task_limit: int = key(0, "documents of each task, the first ones; 0: all", ge=0, resume=True)
+    tasks_dir: str = key(
+        "",
+        "folder of local files TASK.jsonl; empty: from the Hugging Face hub",
+        resume=True,
     )
 
     @field_validator("tasks", mode="before")
@@ -407,13 +629,21 @@ class Eval(Section):
 class Log(Section):
     """Metrics, Weights & Biases, TensorBoard."""
 
-    interval: int = Field(10, ge=1, description="steps between lines of metrics")
-    wandb: Literal["online", "offline", "disabled"] = Field(
-        "disabled", description="Weights & Biases mode"
+    interval: int = key(10, "steps between lines of metrics", ge=1, resume=True, scaled=True)
+    wandb: Literal["online", "offline", "disabled"] = key(
+        "disabled",
+        "Weights & Biases mode",
+        resume=True,
+        other_names="wandb_log",
     )
-    project: str = Field("nanokern", min_length=1, description="Weights & Biases project")
-    group: str = Field("", description="Weights & Biases group; empty: the config file's name")
-    tensorboard: bool = Field(False, description="TensorBoard files in runs/NAME/tensorboard, too")
+    project: str = key("nanokern", "Weights & Biases project", min_length=1, resume=True)
+    group: str = key(
+        "",
+        "Weights & Biases group; empty: the config file's name",
+        resume=True,
+        in_every_run=True,
+    )
+    tensorboard: bool = key(False, "TensorBoard files in runs/NAME/tensorboard, too", resume=True)
 
 
 class Config(Section):
@@ -429,10 +659,29 @@ class Config(Section):
 
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
-# Dotted key -> its JSON schema: type, bounds, choices, default, description; before: what runs did
-# whose config.toml is older than the key, where that is not the default.
+# Dotted key -> its JSON schema: type, bounds, choices, default, description, and its attributes, of
+# which attributes.py says what each means.
 KEYS: dict[str, dict[str, Any]] = {
     f"{section}.{name}": schema
     for section, model in SECTIONS.items()
     for name, schema in model.model_json_schema()["properties"].items()
 }
+
+
+def select_keys(attribute: str, value: Any = True) -> list[str]:
+    """The keys whose attribute has a value, in the schema's order."""
+    return [name for name, schema in KEYS.items() if schema[attribute] == value]
+
+
+def select_model_keys(attribute: str, value: Any = True) -> list[str]:
+    """The names of such keys of [model], without the section."""
+    keys = select_keys(attribute, value)
+    return [name.removeprefix("model.") for name in keys if name.startswith("model.")]
+
+
+def has_effect(name: str, read: Callable[[str], Any]) -> bool:
+    """Return False if another setting makes the key meaningless; `read` gives the value of a key."""
+    other, _, needed = KEYS[name]["acts_if"].partition("=")
+    if not other:
+        return True
+    return read(other) == needed if needed else bool(read(other))

@@ -36,6 +36,7 @@ from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
 from common.progress import progress_bar
 from common.text import text_table
+from configure.schema import select_model_keys
 from data.loader import choose_validation, windows
 from data.tokenizer import Tokenizer
 from eval.generation import begin_document
@@ -50,9 +51,6 @@ from eval.trained import (
 )
 from model import GPT
 from router import Routing, find_spec
-
-# equal in two models to be compared
-COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")
 
 MIN_COUNT = 10  # rarer tokens say little about where such tokens go
 # approximate; at least two windows, since chance takes choices from another window of the batch
@@ -287,7 +285,7 @@ def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
             raise ValueError(
                 f"{name} is dense and has no router; name a run with another model.router"
             )
-        for key in COMPARABLE:
+        for key in select_model_keys("routing_shape"):
             mine, theirs = getattr(trained.config.model, key), getattr(model.config.model, key)
             if mine != theirs:
                 raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from attention import kv_heads
-from configure.schema import Model
+from configure.schema import Model, select_model_keys
 from gate_norm import gate_scale
 from runtime import RunError
 
@@ -170,25 +170,15 @@ SHARED_KEYS = {  # of nanokern and of the open mixtures of experts
     "activation": "hidden_act",
     "vocab_size": "vocab_size",
 }
-LATER_KEYS = (
-    "qk_norm",
-    "gated",
-    "n_shared_expert",
-    "n_dense_layer",
-    "norm",
-    "norm_eps",
-    "rope_base",
-    "n_hash_layer",
-)
 
 
 class NanoKern(Format):
     """Any model, computed by modeling_nanokern.py."""
 
     architecture = "NanoKernForCausalLM"
-    keys = SHARED_KEYS | {"expert_hidden": "moe_intermediate_size"}
-    keys |= {key: key for key in ("router", "n_expert", "gate_scale", "pos", "bias", *LATER_KEYS)}
-    optional = ("n_kv_head", "activation", *LATER_KEYS)  # which exports of earlier versions lack
+    optional = tuple(select_model_keys("exported", "later"))
+    keys = {key: key for key in (*select_model_keys("exported", "always"), *optional)}
+    keys |= SHARED_KEYS | {"expert_hidden": "moe_intermediate_size"}
 
     def read_config(self, settings: Settings) -> dict[str, Any]:
         keys = super().read_config(settings)

@@ -20,7 +20,7 @@ import configure
 from attention import kv_heads
 from configure import Config
 from configure.check import find_conflicts
-from configure.schema import Model
+from configure.schema import Model, select_model_keys
 from data.bins import Meta, fingerprint, open_tokenizer, read_meta
 from data.tokenizer import TOKENIZER_FILE
 from gate_norm import gate_scale
@@ -34,17 +34,6 @@ from runtime import RankError, RunError, checkpoint, distributed, folder
 from runtime.preflight import Plan
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-BLOCK_KEYS = (
-    "n_layer",
-    "n_head",
-    "qk_norm",
-    "n_embd",
-    "activation",
-    "gated",
-    "norm",
-    "pos",
-    "tie_embeddings",
-)
 
 
 class Weights(NamedTuple):
@@ -116,7 +105,7 @@ def read_initial_weights(config: Config) -> Weights:
 def _find_overrides(weights: Weights, model: Model) -> list[str]:
     """The overrides under which `weights` fit into `model`; none if they fit already."""
     theirs = weights.model
-    keys = [*BLOCK_KEYS, *_find_mlp_keys(theirs, model)]
+    keys = [*select_model_keys("fixed_by_weights"), *_find_mlp_keys(theirs, model)]
     if theirs.pos == "rope":
         keys.append("rope_base")
     elif theirs.block_size < model.block_size:  # positions are weights

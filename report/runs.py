@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import configure
+from configure.schema import KEYS, has_effect, select_keys
 from data.tokenizer import ByteTokenizer
 from runtime import RunError, check_is_run
 from runtime.metrics import ARRAYS, read_metrics
@@ -60,11 +61,17 @@ class Run:
         )
 
     def value(self, key: str) -> Any:
-        """The config's value of a dotted key; a mixture in words, and no data.name beside it.
+        """The config's value of a dotted key, as reports compare it; a mixture in words, and no data.name beside it.
 
-        A balance loss over micro-batches is another for each of their sizes.
+        A key without effect has its default. A balance loss over micro-batches is another for each
+        of their sizes.
         """
+        schema = KEYS[key]
+        if not has_effect(key, self.value):
+            return schema["default"]
         value = attrgetter(key)(self.config)
+        if value in schema["report_as"]:
+            return schema["report_as"][value]
         if key == "data.name" and self.config.data.mix:
             return ""
         if key == "train.balance_loss_scope" and value == "micro_batch":
@@ -173,9 +180,9 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
 def find_other_text(runs: Sequence[Run]) -> str:
     """Why the runs' losses cannot be paired: other data, tokenizer, length or windows; "" if they can."""
     identities = [run.identity() for run in runs]
-    keys = ["model.block_size", "eval.spread"]
-    if not all(identities):
-        keys += ["data.name", "data.mix"]
+    keys = select_keys("validation_text")
+    if all(identities):  # they tell the data
+        keys = [key for key in keys if not key.startswith("data.")]
     seen: dict[str, tuple[Any, Run]] = {}  # what: its value in the first run that has it
     for run, identity in zip(runs, identities, strict=True):
         facts = {

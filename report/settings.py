@@ -3,45 +3,24 @@
 Runs of one setting have the same corpus, shape, schedule and validation windows: all that moves a
 loss except the router, what balances or scales its gates, and train.dtype, which follows the router
 by default. An arm is a router with one choice of these options. It has a run for each seed and, in
-a report over a key, for each value of the key.
+a report over a key, for each value of the key. configure/schema.py says of each key whether it is
+an option, separates settings or is neutral.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from configure.schema import KEYS
+from configure.schema import KEYS, select_keys
 from report.runs import Run, find_other_text
 from report.style import STYLES
 
-DTYPE = "train.dtype"  # named only where a router has several
-# What differs between arms of one setting, beside the router.
-OPTION_KEYS = (
-    "model.gate_scale",
-    "model.gate_norm",
-    "train.balance_loss_coef",
-    "train.balance_loss_scope",
-)
-OPTION_KEYS += (
-    "train.z_loss_coef",
-    "train.bias_update",
-    "train.bias_update_rate",
-    "model.n_hash_layer",
-)
-OPTION_KEYS += ("optim.router_lr_ratio", "optim.expert_out_lr_ratio", DTYPE)
-# What moves no loss, except by rounding.
-NEUTRAL_KEYS = re.compile(
-    r"(run|log)\.|eval\.(interval|tasks|task_interval)|data\.dir|model\.backend|"
-    r"train\.(device|compile|parallel|micro_batch_size|deterministic|activation_checkpointing|timeout_minutes|checkpoint_|keep_|branch_|ema_decay|on_save_error|"
-    r"max_skipped_steps)"
-)
-SETTING_KEYS = [
-    key for key in KEYS if key not in ("model.router", *OPTION_KEYS) and not NEUTRAL_KEYS.match(key)
-]
-# the first to be in a label
-TELLING = ("data.name", "data.mix", "model.n_embd", "train.max_steps", "optim.lr")
+LAST_LABELS = select_keys("label", "last")
+# What differs between arms of one setting besides the router; in labels, in this order.
+OPTION_KEYS = [key for key in select_keys("report", "option") if key not in LAST_LABELS]
+OPTION_KEYS += LAST_LABELS
+SETTING_KEYS = select_keys("report", "setting")
 
 
 @dataclass(eq=False)
@@ -245,12 +224,15 @@ def place_arm(arm: Arm) -> tuple:
 
 
 def label_arms(arms: Sequence[Arm]) -> None:
-    """Label each arm by the options in which arms differ, by its type only where a router has several."""
+    """Label each arm by the options in which arms differ.
+
+    An option that the schema labels last is named only where a router has several values of it.
+    """
     varying = find_varying([arm.options for arm in arms])
-    if len({(arm.router, arm.options.get(DTYPE)) for arm in arms}) == len(
-        {arm.router for arm in arms}
-    ):
-        varying = [key for key in varying if key != DTYPE]
+    routers = {arm.router for arm in arms}
+    for key in LAST_LABELS:
+        if len({(arm.router, arm.options.get(key)) for arm in arms}) == len(routers):
+            varying = [other for other in varying if other != key]
     for arm in arms:
         arm.options_label = ", ".join(label_value(key, arm.options[key]) for key in varying)
 
@@ -261,11 +243,15 @@ def find_varying(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def label_settings(settings: Sequence[Setting]) -> list[Setting]:
-    """Label each by no more keys than distinguish them, those of TELLING before others; returns them in this order."""
+    """Label each by no more keys than distinguish them; returns them in the order of their labels.
+
+    Keys that the schema labels first are chosen before others.
+    """
     rows = [setting.values for setting in settings]
+    named_first = select_keys("label", "first")
     chosen: list[str] = []
     labels: set[tuple] = {()}
-    for key in sorted(find_varying(rows), key=lambda key: key not in TELLING):
+    for key in sorted(find_varying(rows), key=lambda key: key not in named_first):
         finer = {tuple(row[name] for name in [*chosen, key]) for row in rows}
         if len(finer) > len(labels):
             chosen, labels = [*chosen, key], finer

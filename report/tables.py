@@ -126,6 +126,9 @@ def find_measures(setting: Setting) -> dict[str, str]:
         for line in [*run.evaluations.values(), *run.logs]
         for name in line
     }
+    documents = {run.config.eval.task_limit for run in setting.runs}
+    if len(documents) > 1:  # scores on other documents cannot be compared
+        names = {name for name in names if not name.startswith("tasks/")}
     of_sets = [
         name
         for name in sorted(names)

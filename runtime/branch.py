@@ -12,20 +12,11 @@ from typing import Any, NamedTuple
 
 from common.files import write_atomic
 from configure import Config
+from configure.schema import select_keys
 from runtime import RunError, checkpoint, describe_write_errors
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, refused_changes
 from runtime.metrics import list_arrays, read_metrics
-
-# What a branch may set otherwise than its trunk, besides folder.MAY_CHANGE: it acts from the
-# branch's step on.
-OF_DECAY = (
-    "train.branch_from",
-    "train.branch_step",
-    "optim.decay_fraction",
-    "optim.decay",
-    "optim.min_lr_ratio",
-)
 
 
 class Branch(NamedTuple):
@@ -90,7 +81,8 @@ def find_branch(config: Config) -> Branch | None:
             f"{name}: its optim.schedule is {recorded.optim.schedule}, whose rate depends on the length of the run, so "
             f"no other decay can follow; train a trunk with --optim.schedule=wsd"
         )
-    if refused := refused_changes(recorded, trunk.keep_recorded(config), OF_DECAY):
+    decay_keys = select_keys("decay_branch")
+    if refused := refused_changes(recorded, trunk.keep_recorded(config), decay_keys):
         raise RunError(
             f"{name}: the trunk's config is another:\n  "
             + "\n  ".join(refused)

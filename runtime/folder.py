@@ -14,34 +14,11 @@ from typing import Any
 import configure
 from common.files import sync_folder, write_atomic
 from configure import KEYS, Config
+from configure.schema import select_keys
 from runtime import RunError, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
 from runtime.metrics import read_metrics
 
-# Keys that may differ from those the run started with: how long, how often and where it computes,
-# not what.
-MAY_CHANGE = {
-    "run.name",
-    "run.dir",
-    "data.dir",
-    "train.max_steps",
-    *(key for key in KEYS if key.startswith("log.")),
-}
-MAY_CHANGE |= {
-    "train.micro_batch_size",
-    "train.activation_checkpointing",
-    "train.compile",
-    "train.parallel",
-}
-MAY_CHANGE |= {"train.device", "train.deterministic", "train.timeout_minutes"}
-MAY_CHANGE |= {
-    "train.checkpoint_interval",
-    "train.checkpoint_minutes",
-    "train.keep_checkpoints",
-    "train.keep_steps",
-}
-MAY_CHANGE |= {"train.on_save_error", "eval.interval"}
-MAY_CHANGE |= {"eval.tasks", "eval.task_interval", "eval.task_limit", "eval.tasks_dir"}
 MAX_SUFFIX = 40  # characters of what differs, in the name of a folder
 
 
@@ -56,8 +33,8 @@ def replace(config: Config, section: str, **values: Any) -> Config:
 
 
 def refused_changes(old: Config, new: Config, more: Iterable[str] = ()) -> list[str]:
-    """Lines `key: old -> new` of settings that must not change: all but those of MAY_CHANGE and `more`."""
-    allowed = MAY_CHANGE.union(more)
+    """Lines `key: old -> new` of settings that must not change: all but the schema's and `more`."""
+    allowed = {*select_keys("resume"), *more}
     if new.train.balance_loss_coef > 0 and new.train.balance_loss_scope == "micro_batch":
         # the loss depends on how large micro-batches are
         allowed = allowed - {"train.micro_batch_size"}

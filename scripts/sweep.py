@@ -33,6 +33,7 @@ from common.command import build_parser, command, run_command
 from common.cores import count_cores
 from common.text import format_bytes, plural
 from configure import Config, ConfigError
+from configure.schema import select_keys
 from data.mixture import check_sets
 from runtime import RunError, checkpoint, folder
 from runtime.branch import find_branch
@@ -45,9 +46,6 @@ from scripts.watch import format_table
 REPO_ROOT = Path(__file__).parent.parent
 TRAIN = REPO_ROOT / "train.py"
 SBATCH = REPO_ROOT / "scripts/slurm/train.sbatch"
-# Multiplied by --scale. 0, which disables, and -1, a tenth of the run, stay.
-SCALED = ("train.max_steps", "train.checkpoint_interval", "optim.warmup_steps")
-SCALED += ("eval.interval", "eval.windows", "log.interval")
 
 
 class Point(NamedTuple):
@@ -205,7 +203,7 @@ def list_points(file: str, overrides: list[str], scale: float | None = None) -> 
 
 def scale_down(config: Config, scale: float) -> list[str]:
     """Overrides that shorten a run and all its intervals, none below 1, in a folder and a group of its own."""
-    values = {key: attrgetter(key)(config) for key in SCALED}
+    values = {key: attrgetter(key)(config) for key in select_keys("scaled")}
     overrides = [
         f"--{key}={max(1, round(value * scale))}" for key, value in values.items() if value > 0
     ]

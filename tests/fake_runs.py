@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import configure
+from configure.schema import KEYS, Mix
 from report.runs import load_run
 from report.settings import Setting, group_runs
 from runtime import checkpoint
@@ -75,6 +76,27 @@ def make_seeds(
 def load_settings(*folders: Path, key: str | None = None) -> list[Setting]:
     """The settings that a report has of these runs."""
     return group_runs([*map(load_run, folders)], key)[0]
+
+
+def with_other(config: configure.Config, key: str) -> configure.Config:
+    """`config` with another valid value of `key`."""
+    section, name = key.split(".")
+    part = getattr(config, section)
+    now, schema = getattr(part, name), KEYS[key]
+    if "enum" in schema:
+        # the last one: "auto" keeps what the run has
+        other = next(value for value in reversed(schema["enum"]) if value != now)
+    elif schema["type"] == "boolean":
+        other = not now
+    elif schema["type"] == "object":
+        other = Mix({"other": 1.0})
+    elif schema["type"] == "string":
+        other = "4" if key == "train.keep_steps" else f"{now}-other"
+    else:
+        other = now // 2 if schema["type"] == "integer" else now / 2
+        if other == now:
+            other = now + 1
+    return config.model_copy(update={section: part.model_copy(update={name: other})})
 
 
 def metric_lines(

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_runs import with_other
 from runs import ALONE, content, steps
 
 import train
 from configure import is_name_chosen, load
-from configure.schema import KEYS, Mix
+from configure.schema import KEYS
 from runtime import RunError
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, find_or_rename, path_of
@@ -132,27 +133,6 @@ train.max_steps train.micro_batch_size train.parallel train.compile train.activa
 train.deterministic train.timeout_minutes train.checkpoint_interval train.checkpoint_minutes train.keep_checkpoints
 train.keep_steps train.on_save_error
 """  # as docs/reliability.md has them
-
-
-def with_other(config, key):
-    """`config` with another valid value of `key`."""
-    section, name = key.split(".")
-    part, schema = getattr(config, section), KEYS[key]
-    now = getattr(part, name)
-    if "enum" in schema:
-        # "auto" keeps what the run has
-        other = next(value for value in schema["enum"][::-1] if value != now)
-    else:
-        text = "4" if key == "train.keep_steps" else f"{now}-other"
-        others = {
-            "boolean": lambda: not now,
-            "string": lambda: text,
-            "object": lambda: Mix({"other": 1.0}),
-        }
-        other = others.get(schema["type"], lambda: now / 2)()
-        other = int(other) if schema["type"] == "integer" else other
-        other = other if other != now else now + 1
-    return config.model_copy(update={section: part.model_copy(update={name: other})})
 
 
 @pytest.mark.parametrize("key", sorted(KEYS.keys() - {"run.name"}))

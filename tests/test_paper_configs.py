@@ -242,7 +242,7 @@ def test_no_two_runs_of_all_files_share_a_folder():
     ]:
         for point in configure.sweep_points(file):
             name = configure.load(file, point).run.name
-            assert len(name) <= 80 and (
+            assert len(name) <= 100 and (
                 name.startswith(f"{file.stem}-") or file.stem == "length_branches"
             )
             assert owner.setdefault(name, (file, point)) == (file, point)

@@ -16,6 +16,7 @@ from report.comparisons import choose_best, compare_setting
 from report.paper import NUMBERS, read_paper_losses
 from report.runs import load_evaluated, load_run
 from report.settings import group_runs
+from report.tables import find_measures
 
 
 def load(*folders, key=None, **options):
@@ -116,6 +117,16 @@ def test_a_setting_is_what_changes_a_loss(tmp_path):
         setting.label for setting in load_settings(*runs, make_run(tmp_path / "y", *other, *more))
     }
     assert len(labels) == 2 + len(other)
+
+
+@pytest.mark.parametrize("limits, shown", [((5, 5), True), ((5, 6), False)])
+def test_scores_on_other_documents_are_not_compared(tmp_path, limits, shown):
+    runs = []
+    for seed, limit in enumerate(limits):
+        own = [f"run.seed={seed}", f"eval.task_limit={limit}"]
+        runs.append(make_run(tmp_path / str(seed), *own, measured=["tasks/arc/acc"]))
+    (setting,) = load_settings(*runs)
+    assert ("tasks/arc/acc" in find_measures(setting)) == shown
 
 
 @pytest.mark.parametrize("scope, count", [("global", 1), ("micro_batch", 2)])

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import configure
-from configure.schema import Section
+from configure.schema import KEYS, Section, select_keys
 from data.bins import sha256_of
 
 REPO_ROOT = Path(__file__).parents[1]
 RECORDS = REPO_ROOT / "track/records"
 DRAFT_DRAWS = 4
 # keys that an entry may set beside its router
-OPTIONS = ("model.n_hash_layer", "train.bias_update")
+OPTIONS = select_keys("track_option")
 # drawn keys, as the table has them
-BALANCE = {"train.balance_loss_coef": "loss", "train.bias_update_rate": "bias"}
+BALANCE = {key: schema["track_balance"] for key, schema in KEYS.items() if schema["track_balance"]}
 
 
 class Task(NamedTuple):
