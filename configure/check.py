@@ -1,7 +1,7 @@
-"""What is wrong with settings: one at a time, and between keys that are each valid alone but not together.
+"""Find errors in settings: in one alone, and between keys that are valid alone but not together.
 
-An error names the nearest key or value. Of a conflict it names a remedy, and the overrides in it
-make it valid.
+An error names the nearest key or value. The error of a conflict names a remedy: overrides that
+make the settings valid.
 """
 
 import difflib
@@ -17,7 +17,10 @@ from configure.schema import KEYS, SECTIONS, Config, Model, Optim, Train
 
 
 def find_errors(settings: dict[str, Any], source: str | Path) -> list[str]:
-    """List what is wrong with settings by dotted key, each checked alone: `SOURCE: section.key = value: reason`."""
+    """List the errors of settings by dotted key, each checked alone.
+
+    An error is a line `SOURCE: section.key = value: reason`.
+    """
     errors = []
     for key, value in settings.items():
         section, _, name = key.partition(".")
@@ -33,12 +36,10 @@ def find_errors(settings: dict[str, Any], source: str | Path) -> list[str]:
 
 def _explain(key: str, value: Any, error: Any) -> str:
     """The reason of one of pydantic's errors on a key, with the nearest key or choice."""
+    if key in SECTIONS:
+        return "is a section; set one of its keys"
     if error["type"] == "extra_forbidden":
-        return (
-            "is a section; set one of its keys"
-            if key in SECTIONS
-            else f"unknown key{_suggest_key(key)}"
-        )
+        return f"unknown key{_suggest_key(key)}"
     entry = error["loc"][2:]  # in the table that the key holds
     reason = ": ".join([*map(repr, entry), error["msg"].removeprefix("Value error, ")])
     if error["type"] == "literal_error" and isinstance(value, str):
@@ -47,12 +48,17 @@ def _explain(key: str, value: Any, error: Any) -> str:
 
 
 def _suggest_key(key: str) -> str:
-    """`; did you mean 'optim.lr'?` for `train.lr`: another project's or section's name for a key, or the nearest."""
+    """`; did you mean 'optim.lr'?` for `train.lr`.
+
+    Another project's name for a key comes first, then its name in another section, then the
+    nearest key.
+    """
     name = key.rpartition(".")[2]
     for own, schema in KEYS.items():
         if name in schema["other_names"].split():
             return f"; did you mean {own!r}?"
-    if same_name := [other for other in KEYS if other.split(".")[1] == name]:
+    same_name = [other for other in KEYS if other.split(".")[1] == name]
+    if same_name:
         return _suggest(key, same_name, cutoff=0.0)
     return _suggest(key, [*KEYS, *SECTIONS])
 
@@ -76,13 +82,8 @@ def show(value: Any) -> str:
 def format_toml(value: Any) -> str:
     """A value as TOML writes it, on one line."""
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(
-                f"{json.dumps(name)} = {format_toml(inner)}" for name, inner in value.items()
-            )
-            + "}"
-        )
+        entries = [f"{json.dumps(name)} = {format_toml(inner)}" for name, inner in value.items()]
+        return "{" + ", ".join(entries) + "}"
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -91,109 +92,159 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
     return [
         *_check_model(config.model),
         *_check_balance(config.model, config.train),
-        *_check_training(config, world_size),
+        *_check_batch(config.train, world_size),
+        *_check_warmup(config),
+        *_check_tasks(config),
         *_check_branch(config.train, config.optim),
     ]
 
 
 def _check_model(model: Model) -> Iterator[str]:
-    heads, groups = model.n_head, model.n_kv_head
-    unit = 2 * heads if model.pos == "rope" else heads  # rope rotates pairs of channels
+    heads = model.n_head
+    groups = model.n_kv_head
+    unit, width = heads, "equal width"
+    if model.pos == "rope":  # it rotates pairs of channels
+        unit, width = 2 * heads, "even width, which rope needs"
     if model.n_embd % unit:
-        width = "even width, which rope needs" if model.pos == "rope" else "equal width"
         yield (
-            f"model.n_embd = {model.n_embd} does not divide into model.n_head = {heads} heads of {width}; "
-            f"set --model.n_embd={_round_up(model.n_embd, unit)}"
+            f"model.n_embd = {model.n_embd} does not divide into model.n_head = {heads} heads of "
+            f"{width}; set --model.n_embd={_round_up(model.n_embd, unit)}"
         )
     if groups and heads % groups:
-        yield f"model.n_kv_head = {groups} does not divide n_head = {heads}; set --model.n_kv_head={gcd(heads, groups)}"
+        yield (
+            f"model.n_kv_head = {groups} does not divide n_head = {heads}; "
+            f"set --model.n_kv_head={gcd(heads, groups)}"
+        )
     if model.gated and model.bias:
         yield "model.gated = true has no biases; set --model.bias=false or --model.gated=false"
-    hashed = model.n_hash_layer
-    if model.router == "dense":  # has no experts, so a sweep over routers may include it
-        if hashed:
-            yield f"model.n_hash_layer = {hashed}: a dense model has no experts; set --model.n_hash_layer=0"
-        return
-    k, experts, last = model.top_k, model.n_expert, model.n_layer - 1
-    if k > experts:
-        remedy = f"set --model.top_k={experts} or --model.n_expert={k}"
-        yield f"model.top_k = {k} is more than model.n_expert = {experts}; {remedy}"
+    if model.router != "dense":
+        yield from _check_experts(model)
+    elif model.n_hash_layer:  # other keys of experts may be set: a sweep over routers has "dense"
+        yield (
+            f"model.n_hash_layer = {model.n_hash_layer}: a dense model has no experts; "
+            f"set --model.n_hash_layer=0"
+        )
+
+
+def _check_experts(model: Model) -> Iterator[str]:
+    top_k = model.top_k
+    if top_k > model.n_expert:
+        yield (
+            f"model.top_k = {top_k} is more than model.n_expert = {model.n_expert}; "
+            f"set --model.top_k={model.n_expert} or --model.n_expert={top_k}"
+        )
     if model.gate_norm and model.gate_scale != 1:
-        remedy = "set --model.gate_scale=1 or --model.gate_norm=0"
-        yield f"model.gate_norm = {model.gate_norm} and model.gate_scale = {model.gate_scale} clash; {remedy}"
-    if model.n_dense_layer > last:
-        remedy = f"set --model.n_dense_layer={last} or --model.router=dense"
-        yield f"model.n_dense_layer = {model.n_dense_layer} leaves none of {last + 1} layers with experts; {remedy}"
-    elif hashed > (most := last + 1 - model.n_dense_layer):
-        yield f"model.n_hash_layer = {hashed} is more than the {most} with experts; set --model.n_hash_layer={most}"
+        yield (
+            f"model.gate_norm = {model.gate_norm} and model.gate_scale = {model.gate_scale} clash; "
+            "set --model.gate_scale=1 or --model.gate_norm=0"
+        )
+    dense = model.n_dense_layer
+    with_experts = model.n_layer - dense
+    if with_experts <= 0:
+        yield (
+            f"model.n_dense_layer = {dense} leaves none of {model.n_layer} layers with experts; "
+            f"set --model.n_dense_layer={model.n_layer - 1} or --model.router=dense"
+        )
+    elif model.n_hash_layer > with_experts:
+        yield (
+            f"model.n_hash_layer = {model.n_hash_layer} is more than the {with_experts} with "
+            f"experts; set --model.n_hash_layer={with_experts}"
+        )
 
 
 def _check_balance(model: Model, train: Train) -> Iterator[str]:
-    """Of what balances loads.
+    """Check what balances loads.
 
     `runtime.preflight` checks that quantile balancing suits the router's formula.
     """
     if model.router == "dense":
         return
-    quantile, rate, coef = (
-        train.bias_update == "quantile",
-        train.bias_update_rate,
-        train.balance_loss_coef,
-    )
+    quantile = train.bias_update == "quantile"
+    rate = train.bias_update_rate
     if quantile and rate:
-        remedy = "set --train.bias_update_rate=0 or --train.bias_update=sign"
-        yield f"train.bias_update_rate = {rate:g} is no setting of train.bias_update = quantile; {remedy}"
-    if quantile and model.top_k == model.n_expert:
-        yield "train.bias_update = quantile: each token takes all experts anyway; set --train.bias_update=sign"
-    hashed = model.n_hash_layer
-    if hashed and hashed == model.n_layer - model.n_dense_layer and (quantile or rate or coef):
-        keys, remedy = (
-            "train.balance_loss_coef, bias_update or bias_update_rate",
-            f"--model.n_hash_layer={hashed - 1}",
-        )
-        yield f"model.n_hash_layer = {hashed} leaves no loads that {keys} could balance; leave them out or set {remedy}"
-
-
-def _check_training(config: Config, world_size: int) -> Iterator[str]:
-    train, optim = config.train, config.optim
-    batch, micro_batch = train.batch_size, train.micro_batch_size
-    group = micro_batch * world_size
-    if batch % group:
-        remedy = f"--train.batch_size={_round_up(batch, group)}"
-        if batch % world_size == 0:
-            remedy += f" or --train.micro_batch_size={gcd(batch // world_size, micro_batch)}"
         yield (
-            f"train.batch_size = {batch} is not a multiple of train.micro_batch_size = {micro_batch} times "
-            f"{world_size} rank(s) = {group}; set {remedy}"
+            f"train.bias_update_rate = {rate:g} is no setting of train.bias_update = quantile; "
+            "set --train.bias_update_rate=0 or --train.bias_update=sign"
         )
-    steps, end, warmup = train.max_steps, "end", optim.warmup_steps
+    if quantile and model.top_k == model.n_expert:
+        yield (
+            "train.bias_update = quantile: each token takes all experts anyway; "
+            "set --train.bias_update=sign"
+        )
+    hashed = model.n_hash_layer
+    balanced = quantile or rate or train.balance_loss_coef
+    if balanced and hashed and hashed == model.n_layer - model.n_dense_layer:
+        yield (
+            f"model.n_hash_layer = {hashed} leaves no loads that train.balance_loss_coef, "
+            "bias_update or bias_update_rate could balance; leave them out "
+            f"or set --model.n_hash_layer={hashed - 1}"
+        )
+
+
+def _check_batch(train: Train, world_size: int) -> Iterator[str]:
+    batch = train.batch_size
+    micro_batch = train.micro_batch_size
+    unit = micro_batch * world_size
+    if batch % unit == 0:
+        return
+    remedy = f"--train.batch_size={_round_up(batch, unit)}"
+    if batch % world_size == 0:
+        remedy += f" or --train.micro_batch_size={gcd(batch // world_size, micro_batch)}"
+    yield (
+        f"train.batch_size = {batch} is not a multiple of train.micro_batch_size = {micro_batch} "
+        f"times {world_size} rank(s) = {unit}; set {remedy}"
+    )
+
+
+def _check_warmup(config: Config) -> Iterator[str]:
+    optim = config.optim
+    steps, end = config.train.max_steps, "end"
     if optim.schedule == "wsd":
         steps, end = optim.decay_start(steps), "decay"
-    if warmup > steps:
-        remedy = f"set --optim.warmup_steps={steps // 10}"
-        yield f"optim.warmup_steps = {warmup} is more than the {steps} steps before the {end}; {remedy}"
-    tasks, interval = config.eval.task_interval, config.eval.interval
-    if config.eval.task_names and tasks % interval:
+    if optim.warmup_steps > steps:
         yield (
-            f"eval.task_interval = {tasks} is not a multiple of eval.interval = {interval}, and tasks are scored at "
-            f"evaluations; set --eval.task_interval={_round_up(tasks, interval)}"
+            f"optim.warmup_steps = {optim.warmup_steps} is more than the {steps} steps before the "
+            f"{end}; set --optim.warmup_steps={steps // 10}"
+        )
+
+
+def _check_tasks(config: Config) -> Iterator[str]:
+    task_interval = config.eval.task_interval
+    interval = config.eval.interval
+    if config.eval.task_names and task_interval % interval:
+        yield (
+            f"eval.task_interval = {task_interval} is not a multiple of "
+            f"eval.interval = {interval}, and tasks are scored at evaluations; "
+            f"set --eval.task_interval={_round_up(task_interval, interval)}"
         )
 
 
 def _check_branch(train: Train, optim: Optim) -> Iterator[str]:
-    """A branch is the decay of its run: branch_step must be the step where it begins, and both parts have steps."""
-    step, steps, start = train.branch_step, train.max_steps, optim.decay_start(train.max_steps)
+    """A branch is the decay of its run.
+
+    So branch_step must be the step where the decay starts, and both parts have steps.
+    """
+    step = train.branch_step
+    steps = train.max_steps
+    start = optim.decay_start(steps)
+    fraction = f"optim.decay_fraction = {optim.decay_fraction:g}"
     if not train.branch_from:
         if step:
-            yield f"train.branch_step = {step} needs a trunk; name it (train.branch_from), or set --train.branch_step=0"
+            yield (
+                f"train.branch_step = {step} needs a trunk; name it (train.branch_from), "
+                "or set --train.branch_step=0"
+            )
     elif optim.schedule != "wsd":
-        yield f"train.branch_from = {train.branch_from} needs a decay that may follow; set --optim.schedule=wsd"
+        yield (
+            f"train.branch_from = {train.branch_from} needs a decay that may follow; "
+            "set --optim.schedule=wsd"
+        )
     elif start in (0, steps):
-        yield f"optim.decay_fraction = {optim.decay_fraction:g}: a branch decays a part; set --optim.decay_fraction=0.2"
+        yield f"{fraction}: a branch decays a part; set --optim.decay_fraction=0.2"
     elif step != start:
         yield (
-            f"train.branch_step = {step} is not step {start}, where the decay begins (optim.decay_fraction = "
-            f"{optim.decay_fraction:g} of train.max_steps = {steps}); set --train.branch_step={start}"
+            f"train.branch_step = {step} is not step {start}, where the decay begins "
+            f"({fraction} of train.max_steps = {steps}); set --train.branch_step={start}"
         )
 
 

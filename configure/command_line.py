@@ -16,9 +16,11 @@ from configure.schema import KEYS, SECTIONS, Config
 USAGE = """\
 usage: python train.py FILE [--section.key=value ...]
 
-Trains the model described by FILE (TOML, such as config/quickstart.toml). FILE holds what differs from the defaults
-below; --section.key=value overrides both. The same command resumes a run; --fresh starts over in a new folder, and
-deletes nothing. Many GPUs: torchrun --nproc_per_node=8 train.py FILE [...]"""
+Trains the model described by FILE (TOML, such as config/quickstart.toml). FILE holds what differs
+from the defaults below; --section.key=value overrides both. The same command resumes a run;
+--fresh starts over in a new folder, and deletes nothing.
+Many GPUs: torchrun --nproc_per_node=8 train.py FILE [...]"""
+HELP_WIDTH = 120  # columns
 
 
 def from_command_line(argv: Sequence[str]) -> Config:
@@ -30,8 +32,9 @@ def from_command_line(argv: Sequence[str]) -> Config:
     if "-h" in argv or "--help" in argv:
         _exit(0, f"{USAGE}\n\n{help_text()}")
     try:
-        words = [word for word in argv if word != "--fresh"]
-        return load(*split_command_line(words), int(os.environ.get("WORLD_SIZE", 1)))
+        arguments = [argument for argument in argv if argument != "--fresh"]
+        file, overrides = split_command_line(arguments)
+        return load(file, overrides, int(os.environ.get("WORLD_SIZE", 1)))
     except ConfigError as error:
         tell_torchrun(str(error))
         _exit(2, f"error: {error}")
@@ -52,11 +55,9 @@ def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
         else:
             overrides.append(f"{argument}={next(arguments, '')}")
     if len(files) != 1:
-        given = (
-            f"found {len(files)}: {', '.join(files)} (overrides start with --)"
-            if files
-            else "found none"
-        )
+        given = "found none"
+        if files:
+            given = f"found {len(files)}: {', '.join(files)} (overrides start with --)"
         raise ConfigError(
             f"one config file is needed, {given}\n{USAGE}\nevery key: python train.py --help"
         )
@@ -64,18 +65,20 @@ def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def help_text() -> str:
-    """Describe every key by default, meaning and type, grouped by section, at most 120 columns wide."""
-    wide = max(map(len, KEYS)) + len("--")
-    lines = []
-    for section in SECTIONS:
-        lines += ["", f"[{section}]"]
-        for key, schema in KEYS.items():
-            if key.startswith(section + "."):
-                start = f"  {'--' + key:{wide}}  {json.dumps(schema['default']):10}  "
-                indents = {"initial_indent": start, "subsequent_indent": " " * len(start)}
-                meaning = f"{schema['description']} ({_describe_type(key)})"
-                lines.append(textwrap.fill(meaning, 120, **indents, break_on_hyphens=False))
-    return "\n".join(lines[1:])
+    """Describe every key by default, meaning and type, grouped by section."""
+    width_of_keys = max(len(key) for key in KEYS) + len("--")
+    sections: dict[str, list[str]] = {section: [f"[{section}]"] for section in SECTIONS}
+    for key, schema in KEYS.items():
+        start = f"  {'--' + key:{width_of_keys}}  {json.dumps(schema['default']):10}  "
+        meaning = textwrap.fill(
+            f"{schema['description']} ({_describe_type(key)})",
+            HELP_WIDTH,
+            initial_indent=start,
+            subsequent_indent=" " * len(start),
+            break_on_hyphens=False,
+        )
+        sections[key.split(".")[0]].append(meaning)
+    return "\n\n".join("\n".join(lines) for lines in sections.values())
 
 
 def _describe_type(key: str) -> str:
@@ -90,10 +93,8 @@ def _describe_type(key: str) -> str:
         "exclusiveMaximum": "<",
         "pattern": "matching",
     }
-    limits = ", ".join(
-        f"{sign} {schema[limit]}" for limit, sign in signs.items() if limit in schema
-    )
-    return f"{schema['type']} {limits}".strip()
+    limits = [f"{sign} {schema[limit]}" for limit, sign in signs.items() if limit in schema]
+    return f"{schema['type']} {', '.join(limits)}".strip()
 
 
 def _exit(status: int, text: str) -> NoReturn:
@@ -104,8 +105,8 @@ def _exit(status: int, text: str) -> NoReturn:
 
 def tell_torchrun(error: str) -> None:
     """Leave an error for torchrun, which prints it after its own trace."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        body = {"message": f"error: {error}", "timestamp": int(time.time())}
         with suppress(OSError):
-            Path(file).write_text(
-                json.dumps({"message": f"error: {error}", "timestamp": int(time.time())})
-            )
+            Path(file).write_text(json.dumps(body))

@@ -1,4 +1,4 @@
-"""From a TOML file and a command line to a checked `Config`, and back to text.
+"""Make a checked `Config` from a TOML file and a command line, and write it as text.
 
 Precedence: defaults < file < overrides such as `--model.router=kern`. A file's `[sweep]` lists
 axes: a dotted key with its values, or several linked keys with rows of values. The points of the
@@ -35,18 +35,21 @@ COMMAND_LINE = "command line"
 
 
 class ConfigError(ValueError):
-    """A config file or an override is wrong; the message names every error with its remedy, one a line."""
+    """A config file or an override is wrong; the message has a line for each error and remedy."""
 
 
-class Settings(NamedTuple):
-    """Settings by dotted key, each checked alone, of a file and a command line."""
+Axes = dict[tuple[str, ...], list[list]]  # linked keys: rows of values
+
+
+class ConfigInput(NamedTuple):
+    """What a file and a command line set, by dotted key. Each value is checked alone."""
 
     in_file: dict[str, Any]
     given: dict[str, Any]  # on the command line
-    axes: dict[tuple[str, ...], list[list]]  # linked keys -> rows of values
+    axes: Axes
 
     @property
-    def open_axes(self) -> dict[tuple[str, ...], list[list]]:
+    def open_axes(self) -> Axes:
         """The axes whose keys the command line leaves open."""
         return {keys: rows for keys, rows in self.axes.items() if keys[0] not in self.given}
 
@@ -69,28 +72,30 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
         raise ConfigError(_describe_open_axes(path, read.open_axes))
     values = {key: schema["default"] for key, schema in KEYS.items()} | read.in_file | read.given
     if values["train.branch_from"]:
-        values |= _resolve_branch(values, read.given)
+        values.update(_resolve_branch(values, read.given))
     values["optim.warmup_steps"] = _shorten_warmup(values, read)
     stem = Path(path).stem
     values["run.name"] = values["run.name"] or _name_run(stem, values, read)
     # characters that TOML can hold
     values["log.group"] = values["log.group"] or re.sub(r"[^\w.-]+", "-", stem)
-    names = {section: model.model_fields for section, model in SECTIONS.items()}
-    config = Config.model_validate(
-        {part: {name: values[f"{part}.{name}"] for name in names[part]} for part in names}
-    )
+    tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for key, value in values.items():
+        section, name = key.split(".")
+        tables[section][name] = value
+    config = Config.model_validate(tables)
     errors = find_conflicts(config, world_size)
     if "data.name" in read.given and config.data.mix:
-        change = f"data.name = {show_key(config.data.name)} would change nothing beside data.mix = {config.data.mix}"
         errors.append(
-            f"{change}; add --data.mix={{}} to train on that set alone, or leave data.name out"
+            f"data.name = {show_key(config.data.name)} would change nothing beside "
+            f"data.mix = {config.data.mix}; "
+            "add --data.mix={} to train on that set alone, or leave data.name out"
         )
     _raise_if(errors)
     return config
 
 
 def is_name_chosen(path: str | Path, overrides: Sequence[str] = ()) -> bool:
-    """Whether the file or an override sets `run.name`; else `load` makes one up.
+    """Return True if the file or an override sets `run.name`; else `load` makes one up.
 
     Raises ConfigError as `load` does.
     """
@@ -99,7 +104,9 @@ def is_name_chosen(path: str | Path, overrides: Sequence[str] = ()) -> bool:
 
 
 def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[str]]:
-    """List the overrides of each run of a sweep: `overrides` plus one value of every open axis, the last axis fastest.
+    """List the overrides of each run of a sweep.
+
+    They are `overrides` and one value of every open axis; the last axis changes fastest.
 
     A list among the `overrides`, such as `--run.seed=[0,1,2]`, replaces an axis of the file or is
     added as the last. A file without open axes gives one point. Every point is loaded once, so that
@@ -109,91 +116,126 @@ def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[s
         ConfigError: as `load` does, and if two points would write to the same folder.
     """
     read = _read(path, overrides, lists=True)
-    choices = [[_as_overrides(keys, row) for row in rows] for keys, rows in read.open_axes.items()]
     fixed = [text for text in overrides if _parse_override(text, lists=True)[0] in read.given]
-    points = [[*fixed, *itertools.chain(*point)] for point in itertools.product(*choices)]
-    owner: dict[tuple[str, str], list[str]] = {}
+    points = [fixed]
+    for keys, rows in read.open_axes.items():
+        choices = [_as_overrides(keys, row) for row in rows]
+        points = [[*point, *choice] for point in points for choice in choices]
+    owners: dict[tuple[str, str], list[str]] = {}  # folder: the point that writes there
     for point in points:
         run = load(path, point).run
-        other = owner.setdefault((run.dir, run.name), point)
+        other = owners.setdefault((run.dir, run.name), point)
         if other is not point:
             raise ConfigError(
-                f"{path} [sweep]: two points would write to {run.dir}/{run.name}: {' '.join(other)} and "
-                f"{' '.join(point)}; leave run.name unset, and list the keys that differ in [sweep], each row once"
+                f"{path} [sweep]: two points would write to {run.dir}/{run.name}: "
+                f"{' '.join(other)} and {' '.join(point)}; leave run.name unset, "
+                "and list the keys that differ in [sweep], each row once"
             )
     return points
 
 
 def dumps(config: Config) -> str:
     """Write every key as TOML; loading the text gives an equal Config."""
-    sections = config.model_dump().items()
-    return "\n".join(
-        f"[{name}]\n" + "".join(f"{key} = {format_toml(value)}\n" for key, value in keys.items())
-        for name, keys in sections
-    )
+    tables = []
+    for section, values in config.model_dump().items():
+        lines = [f"{name} = {format_toml(value)}\n" for name, value in values.items()]
+        tables.append(f"[{section}]\n" + "".join(lines))
+    return "\n".join(tables)
 
 
 def differences(old: Config, new: Config) -> list[str]:
     """List the keys that differ, a line each, such as `model.router: 'kern' -> 'softmax'`."""
-    before, after = ({key: attrgetter(key)(config) for key in KEYS} for config in (old, new))
-    return [
-        f"{key}: {before[key]!r} -> {after[key]!r}" for key in KEYS if before[key] != after[key]
-    ]
+    lines = []
+    for key in KEYS:
+        read = attrgetter(key)
+        if read(old) != read(new):
+            lines.append(f"{key}: {read(old)!r} -> {read(new)!r}")
+    return lines
 
 
 # ---- settings that follow from others
 def _resolve_branch(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The setting of a branch that follows from the others: its step, or else its decay's part of the run."""
-    steps, step = values["train.max_steps"], values["train.branch_step"]
+    """The setting of a branch that follows from the others.
+
+    That is its step, or else its decay as a part of the run.
+    """
+    steps = values["train.max_steps"]
+    step = values["train.branch_step"]
     start = Optim(decay_fraction=values["optim.decay_fraction"]).decay_start(steps)
     if not step:
         return {"train.branch_step": start}
-    follows = step < steps and step != start and "optim.decay_fraction" not in given
-    return {"optim.decay_fraction": (steps - step) / steps} if follows else {}
+    if step < steps and step != start and "optim.decay_fraction" not in given:
+        return {"optim.decay_fraction": (steps - step) / steps}
+    return {}
 
 
-def _shorten_warmup(values: dict[str, Any], read: Settings) -> int:
-    """A tenth of the steps before the decay, with a note, where a shortened run has fewer than its warm-up."""
-    steps, warmup = values["train.max_steps"], values["optim.warmup_steps"]
+def _shorten_warmup(values: dict[str, Any], read: ConfigInput) -> int:
+    """The steps of warm-up: a tenth of the steps before the decay if a shortened run has fewer.
+
+    Prints a note then.
+    """
+    steps = values["train.max_steps"]
+    warmup = values["optim.warmup_steps"]
     before_decay = steps
     if values["optim.schedule"] == "wsd" and not values["train.branch_from"]:
         before_decay = Optim(decay_fraction=values["optim.decay_fraction"]).decay_start(steps)
-    set_for_this_length = (
-        "optim.warmup_steps" in read.in_file and "train.max_steps" not in read.given
-    )
-    if warmup <= before_decay or set_for_this_length or "optim.warmup_steps" in read.given:
+    if warmup <= before_decay or "optim.warmup_steps" in read.given:
         return warmup
+    if "optim.warmup_steps" in read.in_file and "train.max_steps" not in read.given:
+        return warmup  # the file sets it for this length: find_conflicts reports it
+    shortened = before_decay // 10
     _print_note(
-        f"train.max_steps = {steps} shortens optim.warmup_steps from {warmup} to {before_decay // 10}"
+        f"train.max_steps = {steps} shortens optim.warmup_steps from {warmup} to {shortened}"
     )
-    return before_decay // 10
+    return shortened
 
 
-def _name_run(stem: str, values: dict[str, Any], read: Settings) -> str:
-    """Name a run's folder: file, router, the values of the axes, the seed if it was chosen.
+def _name_run(stem: str, values: dict[str, Any], read: ConfigInput) -> str:
+    """Name a run's folder after its file, its router and the values of the axes.
 
-    Of linked keys the first names the run, and all where values of the first repeat.
-    `folder.find_or_rename` finds a run of before seeds or another axis were added. A branch is
-    named after its trunk and its steps instead: TRUNK-800to1000.
+    The seed follows if it was chosen. A branch is named after its trunk and its steps instead:
+    TRUNK-800to1000.
+    `folder.find_or_rename` finds a run whose name is shorter, because its sweep had fewer axes.
     """
-    seed = read.in_file.get("run.seed", KEYS["run.seed"]["default"])
-    parts, named = [stem, values["model.router"]], ["model.router", "run.seed"]
-    if trunk := values["train.branch_from"]:
-        parts = [f"{Path(trunk).name}-{values['train.branch_step']}to{values['train.max_steps']}"]
-        named += ["train.branch_from", "train.branch_step", "train.max_steps"]
-    shown = []
-    for keys, rows in read.axes.items():
-        others = [key for key in keys if key not in named]
-        repeats = len({repr(row[0]) for row in rows}) < len(rows)
-        shown += others if repeats else others[:1]
-    chosen = {*read.given, *itertools.chain(*read.axes)}
-    if not trunk and (values["run.seed"] != seed or "run.seed" in chosen):
-        shown.append("run.seed")
-    for key in shown:
-        value = values[key]
-        value = str(Mix(value)) if isinstance(value, dict) else value
-        parts.append(value if isinstance(value, str) else key.split(".")[1] + format_toml(value))
+    trunk = values["train.branch_from"]
+    if trunk:
+        steps = f"{values['train.branch_step']}to{values['train.max_steps']}"
+        parts = [f"{Path(trunk).name}-{steps}"]
+        named = {"train.branch_from", "train.branch_step", "train.max_steps"}
+    else:
+        parts = [stem, values["model.router"]]
+        named = set()
+    for key in _keys_of_name(values, read, named | {"model.router", "run.seed"}):
+        parts.append(_format_name_part(key, values[key]))
+    if not trunk and _is_seed_chosen(values, read):
+        parts.append(_format_name_part("run.seed", values["run.seed"]))
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")
+
+
+def _keys_of_name(values: dict[str, Any], read: ConfigInput, named: set[str]) -> list[str]:
+    """The keys of the axes whose values name a run, without those `named` already.
+
+    Of linked keys the first one is enough, unless its values repeat.
+    """
+    keys = []
+    for linked, rows in read.axes.items():
+        others = [key for key in linked if key not in named]
+        distinct = {repr(row[0]) for row in rows}
+        keys += others[:1] if len(distinct) == len(rows) else others
+    return keys
+
+
+def _is_seed_chosen(values: dict[str, Any], read: ConfigInput) -> bool:
+    """Return True if the command line or an axis sets the seed."""
+    in_file = read.in_file.get("run.seed", KEYS["run.seed"]["default"])
+    on_axis = any("run.seed" in keys for keys in read.axes)
+    return on_axis or "run.seed" in read.given or values["run.seed"] != in_file
+
+
+def _format_name_part(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return str(Mix(value))
+    return value if isinstance(value, str) else key.split(".")[1] + format_toml(value)
 
 
 @cache
@@ -203,61 +245,81 @@ def _print_note(note: str) -> None:
 
 
 # ---- files, overrides and axes as text
-def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Settings:
+def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> ConfigInput:
     """Read the file and the overrides, and check every value alone.
 
     With `lists`, an override whose value is a list is an axis.
     """
-    table = _read_toml(Path(path))
-    sweep = table.pop("sweep", {})
-    table.pop("track", None)  # a contest's protocol: track/protocol.py
-    in_file = {
-        key: value for key, value in _flatten(table).items() if key not in SECTIONS or value != {}
-    }
-    # A run's own config.toml has every key of its day. Those that it lacks get what runs did before
-    # they existed.
-    if Path(path).name == "config.toml" and in_file.keys() >= set(select_keys("in_every_run")):
-        for key, schema in KEYS.items():
-            if "before" in schema and has_effect(key, lambda other: in_file.get(other, True)):
-                in_file.setdefault(key, schema["before"])
-    given, opened = {}, {}
-    for text in overrides:
-        key, value = _parse_override(text, lists)
-        (opened if lists and isinstance(value, list) else given)[key] = value
-    axes_by_text = _flatten(sweep if isinstance(sweep, dict) else {"sweep": sweep}) | opened
-    errors, axes = [*find_errors(in_file, path), *find_errors(given, COMMAND_LINE)], {}
-    for text, rows in axes_by_text.items():
+    in_file, sweep = _read_file(Path(path))
+    given, opened = _read_overrides(overrides, lists)
+    errors = [*find_errors(in_file, path), *find_errors(given, COMMAND_LINE)]
+    axes: Axes = {}
+    for text, rows in (sweep | opened).items():
+        source = COMMAND_LINE if text in opened else f"{path} [sweep]"
         keys = tuple(key.strip() for key in text.split(","))
         if len(keys) == 1 and isinstance(rows, list):
             rows = [[value] for value in rows]
-        errors += _find_axis_errors(
-            keys, rows, given, COMMAND_LINE if text in opened else f"{path} [sweep]"
-        )
+        errors += _find_axis_errors(keys, rows, given, source)
         axes[keys] = rows
     counts = Counter(itertools.chain(*axes))
-    repeated = [show_key(key) for key, count in counts.items() if count > 1]
-    errors += [
-        f"{path} [sweep]: {key}: is in the axes more than once; keep it in one" for key in repeated
-    ]
+    for key in [key for key, count in counts.items() if count > 1]:
+        errors.append(
+            f"{path} [sweep]: {show_key(key)}: is in the axes more than once; keep it in one"
+        )
     _raise_if(errors)
-    return Settings(in_file, given, axes)
+    return ConfigInput(in_file, given, axes)
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a file by dotted key, and the axes of its [sweep] by their keys as text."""
+    table = _read_toml(path)
+    sweep = table.pop("sweep", {})
+    table.pop("track", None)  # a contest's protocol: track/protocol.py
+    settings = _flatten(table)
+    for section in SECTIONS:
+        if settings.get(section) == {}:  # an empty section
+            del settings[section]
+    if path.name == "config.toml" and settings.keys() >= set(select_keys("in_every_run")):
+        _add_missing_keys(settings)
+    return settings, _flatten(sweep) if isinstance(sweep, dict) else {"sweep": sweep}
+
+
+def _add_missing_keys(recorded: dict[str, Any]) -> None:
+    """Add what a run did before a key existed, which its own config.toml therefore lacks."""
+    for key, schema in KEYS.items():
+        if "before" in schema and has_effect(key, lambda other: recorded.get(other, True)):
+            recorded.setdefault(key, schema["before"])
+
+
+def _read_overrides(
+    overrides: Sequence[str], lists: bool
+) -> tuple[dict[str, Any], dict[str, list]]:
+    """The settings of the command line and, with `lists`, its axes."""
+    given: dict[str, Any] = {}
+    opened: dict[str, list] = {}
+    for text in overrides:
+        key, value = _parse_override(text, lists)
+        if lists and isinstance(value, list):
+            opened[key] = value
+        else:
+            given[key] = value
+    return given, opened
 
 
 def _find_axis_errors(
     keys: tuple[str, ...], rows: Any, given: dict[str, Any], source: str
 ) -> list[str]:
-    """What is wrong with the rows of an axis, or with linked keys of which the command line sets only one."""
+    """List the errors in the rows of an axis.
+
+    It is also an error if the command line sets only some of linked keys.
+    """
     text = show_key(", ".join(keys))
-    if (
-        not isinstance(rows, list)
-        or not rows
-        or any(not isinstance(r, list) or len(r) != len(keys) for r in rows)
-    ):
+    if not _is_table(rows, len(keys)):
         kind = "values" if len(keys) == 1 else f"rows of {len(keys)} values, one for each key"
         return [f"{source}: {text} = {show(rows)}: expected a list of {kind}"]
-    errors = [
-        error for row in rows for error in find_errors(dict(zip(keys, row, strict=True)), source)
-    ]
+    errors = []
+    for row in rows:
+        errors += find_errors(dict(zip(keys, row, strict=True)), source)
     missing = [f"--{key}=VALUE" for key in keys if key not in given]
     if 0 < len(missing) < len(keys):
         errors.append(
@@ -266,10 +328,18 @@ def _find_axis_errors(
     return errors
 
 
-def _describe_open_axes(path: str | Path, axes: dict[tuple[str, ...], list[list]]) -> str:
-    first_point = shlex.join(
-        itertools.chain(*(_as_overrides(keys, rows[0]) for keys, rows in axes.items()))
-    )
+def _is_table(rows: Any, columns: int) -> bool:
+    """Return True for a list of one or more lists of `columns` values."""
+    if not isinstance(rows, list) or not rows:
+        return False
+    return all(isinstance(row, list) and len(row) == columns for row in rows)
+
+
+def _describe_open_axes(path: str | Path, axes: Axes) -> str:
+    overrides: list[str] = []
+    for keys, rows in axes.items():
+        overrides += _as_overrides(keys, rows[0])
+    first_point = shlex.join(overrides)
     return (
         f"{path} sweeps {', '.join(itertools.chain(*axes))}, and one run needs one value of each\n"
         f"  train all: python -m scripts.sweep {path}\n"
@@ -291,20 +361,22 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _suggest_file(path: Path) -> str:
-    """The remedy for a config file that cannot be read: the file of the nearest name, or those in its folder."""
+    """The remedy for a file that cannot be read: the nearest name, or the files of its folder."""
     is_folder = os.path.isdir(path)
-    nearby = sorted(
-        {*(path if is_folder else path.parent).glob("*.toml")} - {Path("pyproject.toml")}
-    )
-    by_stem = {file.stem: file for file in [*sorted(Path("config").rglob("*.toml")), *nearby]}
-    nearest = [] if is_folder else difflib.get_close_matches(path.stem, by_stem, n=1)
-    if nearest:
-        return f"did you mean {by_stem[nearest[0]]}?"
-    return f"name a TOML file, such as {', '.join(map(str, nearby)) or 'config/quickstart.toml'}"
+    folder = path if is_folder else path.parent
+    nearby = sorted(set(folder.glob("*.toml")) - {Path("pyproject.toml")})
+    if not is_folder:
+        by_stem = {file.stem: file for file in [*sorted(Path("config").rglob("*.toml")), *nearby]}
+        for stem in difflib.get_close_matches(path.stem, by_stem, n=1):
+            return f"did you mean {by_stem[stem]}?"
+    names = ", ".join(str(file) for file in nearby)
+    return f"name a TOML file, such as {names or 'config/quickstart.toml'}"
 
 
 def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
-    """`--optim.lr=1e-3` -> `("optim.lr", 0.001)`: text for a text key, else a TOML value if it is one.
+    """`--optim.lr=1e-3` -> `("optim.lr", 0.001)`.
+
+    The value of a text key is text; that of others is read as TOML if it can be.
 
     With `lists`, `--model.router=["kern"]` gives a list for a text key as well.
     """
@@ -314,28 +386,35 @@ def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
     kind = KEYS.get(key, {}).get("type")
     if kind == "string" and not (lists and value.startswith("[")):
         return key, value
+    toml = value.lower() if kind == "boolean" else value
     try:
-        table = tomllib.loads(f"value = {value.lower() if kind == 'boolean' else value}")
+        table = tomllib.loads(f"value = {toml}")
     except (ValueError, RecursionError):
         return key, value  # the check of its type will report it
     return key, table["value"] if len(table) == 1 else value  # more lines would be more settings
 
 
 def _as_overrides(keys: Sequence[str], row: Sequence) -> list[str]:
-    pairs = zip(keys, row, strict=True)
-    return [
-        f"--{key}={value if isinstance(value, str) else format_toml(value)}" for key, value in pairs
-    ]
+    overrides = []
+    for key, value in zip(keys, row, strict=True):
+        text = value if isinstance(value, str) else format_toml(value)
+        overrides.append(f"--{key}={text}")
+    return overrides
 
 
 def _flatten(table: dict, prefix: str = "") -> dict[str, Any]:
-    """`{"model": {"router": "kern"}}` -> `{"model.router": "kern"}`; an empty table, or a key's own, stays a value."""
+    """`{"model": {"router": "kern"}}` -> `{"model.router": "kern"}`.
+
+    An empty table, and the table that a key has as its value, stay values.
+    """
     flat = {}
-    for key, value in table.items():
-        deeper = (
-            isinstance(value, dict) and value and KEYS.get(prefix + key, {}).get("type") != "object"
-        )
-        flat |= _flatten(value, f"{prefix}{key}.") if deeper else {prefix + key: value}
+    for name, value in table.items():
+        key = prefix + name
+        is_value = KEYS.get(key, {}).get("type") == "object"
+        if isinstance(value, dict) and value and not is_value:
+            flat.update(_flatten(value, f"{key}."))
+        else:
+            flat[key] = value
     return flat
 
 

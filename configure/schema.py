@@ -1,9 +1,11 @@
-"""Every key a config file may set: its type, range, default and meaning; check.py checks several together.
+"""Every key a config file may set: its type, range, default, meaning and attributes.
+
+attributes.py explains the attributes, check.py checks several keys together. To add a key, add one
+`key(...)` here: `--help`, overrides, errors, reports and what may change on resume follow from it.
 
 The defaults are the 125M-active model of *Understanding the Mixture-of-Experts with Nadaraya-Watson
 Kernel*. Where the paper is silent (warm-up, final learning rate, weight decay, clipping) they
-follow the 125M file of its first author's DAPE repository. To add a key, add one line here:
-`--help`, overrides and errors follow from it.
+follow the 125M file of its first author's DAPE repository.
 
 This package imports no torch, so that a typo in a config file is reported within a second.
 """
@@ -25,13 +27,17 @@ ROUTER_FILE = Path(__file__).parents[1] / "router.py"
 
 @cache
 def read_router_names(file: Path = ROUTER_FILE) -> list[str]:
-    """The keys of the dict literal ROUTERS, a line each, read from the source: importing router.py imports torch."""
-    routers = file.read_text(encoding="utf-8").partition("\nROUTERS: ")[2].partition("\n}")[0]
+    """The names in the dict literal ROUTERS, read from the source: router.py imports torch."""
+    source = file.read_text(encoding="utf-8")
+    routers = source.partition("\nROUTERS: ")[2].partition("\n}")[0]  # a line each
     return re.findall(r'^    "(.+?)":', routers, re.MULTILINE)
 
 
 class Section(BaseModel):
-    """Strict (no int for a bool, no string for a number), frozen, no unknown keys, no NaN or Inf, printable text."""
+    """A table of a config file, frozen and strictly checked.
+
+    No int for a bool, no string for a number, no unknown keys, no NaN or Inf, only printable text.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -131,8 +137,9 @@ class Model(Section):
     dropout: float = key(0.0, "probability of dropping an activation", ge=0, lt=1)
     router: str = key(
         "kern",
-        "how tokens choose experts; dense: no experts, one MLP with hidden width top_k * expert_hidden; "
-        'a formula such as "tanh, post=l2 over topk, gamma, c=2" is a router, too',
+        "how tokens choose experts; dense: no experts, one MLP with hidden width "
+        "top_k * expert_hidden; a formula such as "
+        '"tanh, post=l2 over topk, gamma, c=2" is a router, too',
         choices=read_router_names(),
         report="router",
         exported="always",
@@ -245,9 +252,9 @@ class Model(Section):
     @field_validator("router")
     @classmethod
     def _find_router(cls, value: str) -> str:
-        """A name of ROUTERS, or what may be a formula: `router.find_spec` reads it."""
+        """Check for a name of ROUTERS, or what may be a formula: `router.find_spec` reads it."""
         if value not in read_router_names() and "," not in value:
-            choices = ", ".join(map(repr, read_router_names()))
+            choices = ", ".join(repr(name) for name in read_router_names())
             raise PydanticCustomError(
                 "literal_error", "Input should be {c}, or a formula with commas", {"c": choices}
             )
@@ -275,9 +282,9 @@ class Mix(dict[str, float]):
         return not self == other
 
     def _parts(self) -> dict[str, float]:
-        most = max(self.values(), default=1.0)
-        # finite, whatever the weights
-        return {name: round(weight / most, 12) for name, weight in self.items()}
+        largest = max(self.values(), default=1.0)
+        # finite for any weights
+        return {name: round(weight / largest, 12) for name, weight in self.items()}
 
     def __str__(self) -> str:
         return " + ".join(f"{name} {weight:g}" for name, weight in self.items())
@@ -315,11 +322,11 @@ class Data(Section):
     @property
     def sets(self) -> dict[str, float]:
         """The prepared sets and their parts of the windows, which sum to 1."""
-        most = max(self.mix.values(), default=1.0)
-        total = sum(weight / most for weight in self.mix.values())  # finite, whatever the weights
-        return {name: weight / most / total for name, weight in self.mix.items()} or {
-            self.name: 1.0
-        }
+        if not self.mix:
+            return {self.name: 1.0}
+        largest = max(self.mix.values())
+        total = sum(weight / largest for weight in self.mix.values())  # finite for any weights
+        return {name: weight / largest / total for name, weight in self.mix.items()}
 
     @property
     def folders(self) -> list[Path]:
@@ -393,8 +400,9 @@ class Train(Section):
     )
     parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = key(
         "auto",
-        "ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: weights, too; hsdp: fsdp "
-        "(zero2 if a step is one micro-batch) within a node, ddp across nodes; auto: the first that fits",
+        "ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: weights, too; "
+        "hsdp: fsdp (zero2 if a step is one micro-batch) within a node, ddp across nodes; "
+        "auto: the first that fits",
         resume=True,
     )
     reduce_dtype: Literal["float32", "bfloat16"] = key(
@@ -420,7 +428,8 @@ class Train(Section):
     )
     balance_loss_scope: Literal["global", "sequence", "micro_batch"] = key(
         "global",
-        "which loads the balance loss makes even: of the whole step, of each sequence, or of each micro-batch",
+        "which loads the balance loss makes even: of the whole step, of each sequence, "
+        "or of each micro-batch",
         report="option",
         before="micro_batch",
         acts_if="train.balance_loss_coef",
@@ -433,7 +442,8 @@ class Train(Section):
     )
     bias_update: Literal["sign", "quantile"] = key(
         "sign",
-        "how the selection bias moves: by bias_update_rate, or to where the step's loads would be balanced",
+        "how the selection bias moves: by bias_update_rate, or to where the step's loads "
+        "would be balanced",
         report="option",
         track_option=True,
     )
@@ -485,8 +495,8 @@ class Train(Section):
     )
     deterministic: bool = key(
         False,
-        "deterministic torch operations only: a run repeats bit for bit; on a GPU, attention then uses "
-        "flash attention or plain products, never cuDNN's",
+        "deterministic torch operations only: a run repeats bit for bit; on a GPU, attention "
+        "then uses flash attention or plain products, never cuDNN's",
         resume=True,
     )
 
@@ -499,15 +509,13 @@ class Train(Section):
     @classmethod
     def _read_bool(cls, value: Any) -> Any:
         """Configs of before "auto" have true and false, which an override gives as text."""
-        return (
-            {"true": "on", "false": "off"}.get(str(value).lower(), value)
-            if isinstance(value, bool | str)
-            else value
-        )
+        if isinstance(value, bool | str):
+            return {"true": "on", "false": "off"}.get(str(value).lower(), value)
+        return value
 
     @property
     def kept_steps(self) -> frozenset[int]:
-        return frozenset(map(int, filter(None, self.keep_steps.split(","))))
+        return frozenset(int(step) for step in self.keep_steps.split(",") if step)
 
 
 class Optim(Section):
@@ -594,7 +602,8 @@ class Eval(Section):
     )
     tasks: str = key(
         "",
-        'tasks of lm-evaluation-harness to score, as ["arc_easy", "sciq"] or arc_easy,sciq; empty: none',
+        "tasks of lm-evaluation-harness to score, "
+        'as ["arc_easy", "sciq"] or arc_easy,sciq; empty: none',
         pattern=r"^([A-Za-z0-9_.+-]+(,[A-Za-z0-9_.+-]+)*)?$",
         resume=True,
     )
@@ -623,7 +632,7 @@ class Eval(Section):
 
     @property
     def task_names(self) -> list[str]:
-        return [*filter(None, self.tasks.split(","))]
+        return [name for name in self.tasks.split(",") if name]
 
 
 class Log(Section):
@@ -680,7 +689,7 @@ def select_model_keys(attribute: str, value: Any = True) -> list[str]:
 
 
 def has_effect(name: str, read: Callable[[str], Any]) -> bool:
-    """Return False if another setting makes the key meaningless; `read` gives the value of a key."""
+    """Return False if another key makes this one meaningless; `read` gives the value of a key."""
     other, _, needed = KEYS[name]["acts_if"].partition("=")
     if not other:
         return True
