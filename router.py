@@ -70,6 +70,10 @@ class RouterSpec:
                 "c = 'monte_carlo' is the constant of phi 'relu' after pre 'l2 over all'"
             )
 
+    def has_gradient(self, top_k: int) -> bool:
+        """Return False if gates are constant: a norm over one chosen expert leaves only the sign."""
+        return top_k > 1 or not any("topk" in norm for norm in (self.pre, self.post))
+
     @property
     def ignores_shift(self) -> bool:
         """Whether a number added to all logits of a token changes nothing: φ subtracts the largest first."""
@@ -135,6 +139,8 @@ def find_spec(router: str) -> RouterSpec | None:
             fields[name] = value
         elif name == "c" and re.fullmatch(r"\d+(\.\d+)?", value):
             fields[name] = float(value)
+            if fields[name] > torch.finfo(torch.float32).max:
+                raise ValueError(f"router {router[:40]!r}…: c is too large for float32")
         elif term == "c=monte_carlo":
             fields[name] = value
         else:

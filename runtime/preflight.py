@@ -25,15 +25,24 @@ if TYPE_CHECKING:
 
 
 def check_settings(config: Config) -> None:
-    """Raise RunError for settings that need what is not installed, or another formula of the router."""
+    """Raise RunError for settings that need a package or another formula of the router.
+
+    Prints a warning if the router cannot learn.
+    """
     if config.log.tensorboard and find_package("tensorboard") is None:
         raise RunError(
             "log.tensorboard = true: tensorboard is not installed: pip install tensorboard"
         )
     try:
-        find_spec(config.model.router)
+        spec = find_spec(config.model.router)
     except ValueError as error:
         raise RunError(f"model.router: {error}") from None
+    if spec is not None and not spec.has_gradient(config.model.top_k):
+        distributed.print_once(
+            f"warning: model.top_k = 1 with model.router = {config.model.router}: a norm over the one "
+            "chosen expert makes all gates constant, so the loss gives the router no gradient; "
+            "set --model.top_k=2, or choose a router without a norm over topk (--model.router=softmax)"
+        )
 
 
 class Plan:

@@ -286,6 +286,17 @@ def test_a_formula_is_a_router(tiny_file):
         Plan(load(tiny_file, ["--model.router=tanh, post=l9"]))
 
 
+@pytest.mark.parametrize("router", ["softmax-renorm", "tanh, post=l2 over topk"])
+def test_a_router_without_gradient_is_warned_of(tiny_file, capsys, router):
+    overrides = [f"--model.router={router}", "--model.top_k=1"]
+    Plan(load(tiny_file, overrides))
+    warning = capsys.readouterr().out
+    assert warning.count("warning: model.top_k = 1 with") == 1
+    for remedy in re.findall(r"--model\.\w+=\w+", warning):
+        Plan(load(tiny_file, [*overrides, remedy]))
+        assert "warning" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "command", ["{} --model.router=tanh --run.seed=3", "--model.router tanh {} --run.seed 3"]
 )

@@ -316,6 +316,17 @@ def test_which_scores_are_bounded():
         assert find_spec(f"{name}, gamma").reach == math.inf
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("name", [*SPARSE, "tanh, pre=l1 over topk", "relu, post=l2 over topk"])
+def test_which_routers_get_no_gradient(name, top_k):
+    """From their gates: one that is normalised over the only chosen expert is constant."""
+    router = Router(C, E, top_k, find_spec(name)).double()
+    torch.nn.init.normal_(router.weight)  # logits so large that ε changes nothing
+    gates = router(torch.randn(N, C, dtype=torch.float64)).weights
+    (gates * torch.randn(N, top_k)).sum().backward()
+    assert (router.weight.grad.abs().max() > 1e-4) == find_spec(name).has_gradient(top_k)
+
+
 @pytest.mark.numerics
 @pytest.mark.parametrize("name", [*SPARSE, "identity, bias"])
 def test_quantile_balancing_equals_sorting(name):
@@ -409,6 +420,7 @@ def test_a_formula_is_the_router_that_it_names():
         "tanh, post=l3 over all": "norm 'l3 over all' is not",
     }
     wrong |= {
+        f"tanh, c={'9' * 400}": "c is too large for float32",
         "exp, c=2": "needs a post norm",
         "tanh, pre=l2 over all, c=monte_carlo": "'relu' after pre 'l2 over all'",
     }
