@@ -1,0 +1,190 @@
+"""nano.py: the losses of train.py, the text and settings of the quickstart, within 200 lines."""
+
+import ast
+import re
+import subprocess
+import sys
+import sysconfig
+
+import numpy as np
+import pytest
+import torch
+from numerics import SEED, SHARE, assert_near, seeded, tolerance
+from runs import REPO_ROOT, column, run
+
+import configure
+import nano
+from data.bins import open_tokens
+from data.encode import Encoder
+from data.loader import Loader
+from data.readers import read_documents
+from data.sources import STDLIB_SKIPS, stdlib_inputs
+from data.tokenizer import ByteTokenizer
+from model import GPT
+from router import KERN, Router
+
+FILE = REPO_ROOT / "nano.py"
+QUICKSTART = REPO_ROOT / "config/quickstart.toml"
+SMALL = {
+    "model.n_embd": 32,
+    "model.block_size": 32,
+    "model.n_expert": 32,
+    "model.top_k": 4,
+    "train.batch_size": 4,
+    "train.max_steps": 50,
+    "optim.warmup_steps": 20,
+}
+# Parameters of a block of model.py: which of its two layers in nano.py has it, under which name.
+NAMES = {
+    "ln_1.weight": (0, "norm.weight"),
+    "attn.qkv.weight": (0, "qkv.weight"),
+    "attn.proj.weight": (0, "proj.weight"),
+    "ln_2.weight": (1, "norm.weight"),
+    "mlp.router.weight": (1, "router.weight"),
+    "mlp.router.bias": (1, "router.bias"),
+    "mlp.router.gamma": (1, "gamma"),
+    "mlp.experts.w_in": (1, "w_in"),
+    "mlp.experts.w_out": (1, "w_out"),
+}
+
+
+def rename(model):
+    """The parameters of a model.GPT under the names of nano.GPT."""
+    weights = {}
+    for name, p in model.named_parameters():
+        if name.startswith("blocks."):
+            _, block, rest = name.split(".", 2)
+            layer, own = NAMES[rest]
+            name = f"layers.{2 * int(block) + layer}.{own}"
+        weights[name.replace("ln_f", "norm")] = p.detach()
+    return weights
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path, corpus):
+    """Settings of a small KERN run of the quickstart on the tiny corpus; nano.py gets its sizes."""
+    overrides = [f"{key}={value}" for key, value in SMALL.items()]
+    overrides += ["model.router=kern", "data.name=tiny", f"data.dir={corpus}"]
+    overrides += [f"run.dir={tmp_path}"]
+    overrides += ["train.micro_batch_size=4", "train.device=cpu", "train.checkpoint_interval=5000"]
+    overrides += ["eval.interval=50", "eval.windows=4", "log.interval=1", f"run.seed={SEED}"]
+    for key, value in SMALL.items():
+        monkeypatch.setattr(nano, key.split(".")[1], value)
+    return configure.load(QUICKSTART, overrides)
+
+
+@pytest.mark.numerics
+def test_the_losses_are_those_of_train(small):
+    losses_of_train = column(run(small), "train/loss")
+    model = nano.GPT()
+    torch.manual_seed(small.run.seed)  # the weights that train.py began with
+    model.load_state_dict(rename(GPT(small.model)))
+    tokens = open_tokens(small.data.folders[0], "train")
+    loader = Loader(tokens, small.model.block_size, small.train.batch_size, small.run.seed)
+    batches = []
+    for step in range(small.train.max_steps):
+        inputs, targets = loader.batch(step)
+        windows = np.concatenate((inputs, targets[:, -1:]), axis=1)  # (B, T + 1)
+        batches.append(torch.from_numpy(windows))
+    losses = list(nano.train(model, batches))
+    assert len(losses) == 50 and losses[0] > 5 > 3 > losses[-1]
+    assert losses == pytest.approx(losses_of_train, abs=1e-5 * SHARE, rel=0)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("size", [1, 1e-8, 0])
+def test_gates_are_those_of_the_router(size):
+    """Also where logits are as small as ε: then it halves the gates."""
+    moe = nano.MoE()
+    router = Router(nano.n_embd, nano.n_expert, nano.top_k, KERN)
+    weight = torch.randn(router.weight.shape, generator=seeded(0))
+    moe.router.weight.data = weight
+    router.weight.data = weight
+    x = size / 128 * torch.randn(200, nano.n_embd, generator=seeded(1))
+    routing = router(x)
+    gates = torch.zeros(200, nano.n_expert).scatter(1, routing.experts, routing.weights)
+    assert_near(moe.route(x), gates, tolerance(torch.float32, nano.n_embd, roundings=4))
+
+
+def test_the_first_weights_are_distributed_as_in_model_py():
+    weights = nano.GPT().state_dict()
+    wanted = rename(GPT(configure.load(QUICKSTART, ["model.router=kern"]).model))
+    assert weights.keys() == wanted.keys()
+    for name, weight in weights.items():
+        assert weight.shape == wanted[name].shape, name
+        if weight.dim() == 1:
+            assert weight.equal(wanted[name]), name
+        else:
+            ratio = weight.std() / wanted[name].std()
+            assert 0.95 < ratio < 1.05 and abs(weight.mean()) < 0.05 * weight.std(), name
+
+
+def test_the_settings_are_those_of_the_quickstart():
+    config = configure.load(QUICKSTART, ["model.router=kern"])
+    wanted = dict(config.model) | dict(config.train) | dict(config.optim)
+    wanted["end_of_text"] = ByteTokenizer.eot
+    wanted["skips"] = STDLIB_SKIPS
+    settings = {}
+    for statement in ast.parse(FILE.read_text()).body:
+        if isinstance(statement, ast.Assign):
+            settings[statement.targets[0].id] = ast.literal_eval(statement.value)
+    assert settings.pop("min_lr") == pytest.approx(config.optim.lr * config.optim.min_lr_ratio)
+    assert settings.pop("temperature") == 0.8  # the default of scripts/sample.py
+    assert len(settings) == 19
+    assert settings == {name: wanted[name] for name in settings}
+
+
+def test_the_text_is_that_of_the_quickstart(tmp_path, monkeypatch):
+    modules = ["a.py", "a/b.py", "a-b.py", "B.py", "test/a.py", "a/site-packages/b.py", "c.txt"]
+    texts = {name: f"{name} = 'é'\n" for name in modules}
+    texts |= {"empty.py": "", "blank.py": " \n"}
+    for name, text in texts.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    raw = []
+    for file in stdlib_inputs():
+        raw.extend(read_documents(file, "text"))
+    prepared = Encoder(ByteTokenizer(), val_fraction=0.5)(raw)
+    tokens = nano.read_text().tolist()
+    assert len(tokens) == len(prepared.train) + len(prepared.val)
+    documents = split_documents(tokens)
+    assert len(documents) == 4
+    assert sorted(documents) == sorted(split_documents([*prepared.train, *prepared.val]))
+
+
+def split_documents(tokens):
+    """The text of each document, as bytes."""
+    documents = [[]]
+    for token in tokens:
+        if token == ByteTokenizer.eot:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    assert documents.pop() == []  # end-of-text is the last token
+    return [bytes(document) for document in documents]
+
+
+def test_it_is_short_and_needs_torch_alone():
+    lines = FILE.read_text().splitlines()
+    assert len(lines) <= 200
+    assert max(map(len, lines)) <= 100
+    packages = set()
+    for node in ast.walk(ast.parse(FILE.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            packages.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            packages.update(alias.name.split(".")[0] for alias in node.names)
+    assert packages - sys.stdlib_module_names == {"torch"}
+
+
+@pytest.mark.integration
+def test_the_command_prints_losses_and_a_sample(tmp_path):
+    command = [sys.executable, FILE, "--steps", "2"]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert printed.returncode == 0, printed.stderr
+    losses, text = printed.stdout.split("\n", 1)
+    assert re.fullmatch(r"step 1: loss 5\.\d{4}, validation loss 5\.\d{4}", losses)
+    assert text.startswith("class Stack:\n    def ") and len(text) > 200
+    assert list(tmp_path.iterdir()) == []
