@@ -5,10 +5,9 @@
     python -m data.prepare text --source FILES --name NAME
 
 Worker processes tokenize batches of documents (workers.py). This process writes the ids, in the
-order of the documents, into the shards of data/<name>.partial/ (writer.py) and records now and then
-how far it is; at the end the folder is renamed to data/<name>/. Killed at any moment, the same
-command resumes. The set is identical to the byte, however often that happens and however many
-workers there are.
+order of the documents, into the shards of data/<name>.partial/ (writer.py) and records its
+progress. At the end the folder is renamed to data/<name>/. After a kill the same command resumes.
+The set is the same to the byte, with any number of kills and of workers.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from data.bins import (
     partial_folder,
     read_meta,
 )
-from data.encode import Encoder, choose_split, explain_empty_split, validation_inputs
+from data.encode import Encoded, Encoder, choose_split, explain_empty_split, validation_inputs
 from data.mixture import describe_sets
 from data.readers import Input
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
@@ -46,6 +45,7 @@ from data.tokenizer import load_tokenizer
 from data.workers import Position, encode_inputs
 from data.writer import (
     PROGRESS_FILE,
+    Progress,
     Writer,
     describe_changes,
     find_revision,
@@ -53,11 +53,11 @@ from data.writer import (
     resume_progress,
 )
 
-LEFT_OUT = ("empty", "bad", "links")  # keys of meta.json's `source`: numbers of documents
-END_BYTES = 2**20  # of each end of a large input that are hashed
-WORKER_BYTES = 2**25  # of input that are worth starting one more worker for
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a set
-SAVE_BYTES = 2**26  # of input after which progress is recorded
+END_BYTES = 2**20  # at each end of a large input are hashed
+WORKER_BYTES = 2**25  # of input for each worker; one for less is not worth its start (not measured)
+SAVE_BYTES = 2**26  # of input between two records of progress (not measured)
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # what a set may be called
+COUNTS = {"empty", "bad", "links"}  # keys of meta.json's `source`: documents that were left out
 
 
 @command
@@ -68,10 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print(f"{describe_sources()}\n\n{describe_sets(args.out)}")
         return 0
+    recorded = [argument for argument in argv if argument != "--force"]
     try:
-        prepare_dataset(
-            args, shlex.join(["python", "-m", "data.prepare", *(a for a in argv if a != "--force")])
-        )
+        prepare_dataset(args, shlex.join(["python", "-m", "data.prepare", *recorded]))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -85,15 +84,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The arguments, with the corpus' own defaults filled in. Raises DataError."""
+    """The arguments, completed by the defaults of the corpus. Raises DataError."""
     parser = build_parser("data.prepare", __doc__)
     add = parser.add_argument
-    add(
-        "corpus",
-        nargs="?",
-        choices=SOURCES,
-        help="; ".join(f"{k}: {v.about}" for k, v in SOURCES.items()),
-    )
+    add("corpus", nargs="?", choices=SOURCES, help="see --list")
     add(
         "--list",
         action="store_true",
@@ -102,7 +96,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--config", help="variant of a corpus (see --list; default: the first)")
     add(
         "--revision",
-        help="commit, branch or tag of the hub's data set (default: newest, or that begun with)",
+        help="commit, branch or tag of the hub's data set (default: the newest; of an unfinished set "
+        "the one that it started with)",
     )
     add(
         "--source",
@@ -132,7 +127,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         metavar="FIELD",
         help="field of JSON rows or parquet (default: %(default)s)",
     )
-    add("--name", help="name of the data set (default: that of the file or corpus)")
+    add("--name", help="name of the data set (default: the file's or the corpus')")
     add(
         "--tokenizer",
         metavar="NAME",
@@ -188,23 +183,33 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     source = SOURCES[args.corpus]
     if source.hub and not args.source:
         args.config = args.config or next(iter(source.hub))
-    # as its file or folder, where a set can be
-    if not args.name and args.corpus == "text" and len(args.source) == 1:
-        name = Path(args.source[0]).resolve().name.partition(".")[0]
-        args.name = name if re.fullmatch(NAME, name) and name not in SOURCES else None
-    args.name = args.name or args.corpus
+    args.name = args.name or choose_name(args.corpus, args.source)
     args.tokenizer = args.tokenizer or source.tokenizer
     if args.val_fraction is None:
         args.val_fraction = 0.0 if args.val_source else source.val_fraction
-    args.skip_bad |= args.corpus == "stdlib"
+    if args.corpus == "stdlib":  # a Python source may declare another encoding than UTF-8
+        args.skip_bad = True
     _check_source(args)
     _check_output(args)
     return args
 
 
+def choose_name(corpus: str, sources: list[str]) -> str:
+    """The default name of a set: the corpus, or for own text its only file or folder.
+
+    The file's name is used up to its first dot, if a set may be called that.
+    """
+    if corpus == "text" and len(sources) == 1:
+        name = Path(sources[0]).resolve().name.partition(".")[0]
+        if re.fullmatch(NAME, name) and name not in SOURCES:
+            return name
+    return corpus
+
+
 def _check_source(args: argparse.Namespace) -> None:
-    """Raise DataError where options of input contradict the corpus or each other."""
-    corpus, source = args.corpus, SOURCES[args.corpus]
+    """Raise DataError if options of input contradict the corpus or each other."""
+    corpus = args.corpus
+    source = SOURCES[corpus]
     if args.source and not source.local:
         raise DataError(f"{corpus} takes no --source: leave it out, or prepare the corpus `text`")
     if not args.source and source.local and not source.hub:
@@ -213,9 +218,8 @@ def _check_source(args: argparse.Namespace) -> None:
     if args.roots and corpus != "stdlib":
         raise DataError(f"--roots belongs to the corpus stdlib: {corpus} takes --source")
     if args.config and args.config not in source.hub:
-        raise DataError(
-            f"{corpus} has no --config {args.config}: choose one of {', '.join(source.hub) or 'none'}"
-        )
+        known = ", ".join(source.hub) or "none"
+        raise DataError(f"{corpus} has no --config {args.config}: choose one of {known}")
     if args.revision and (args.source or not source.hub):
         raise DataError(
             "--revision belongs to a data set on the hub, and these files are local: leave it out"
@@ -223,7 +227,7 @@ def _check_source(args: argparse.Namespace) -> None:
 
 
 def _check_output(args: argparse.Namespace) -> None:
-    """Raise DataError where the split, the name or a number cannot be."""
+    """Raise DataError for an invalid split, name or number."""
     if args.val_source and not args.source:
         raise DataError("--val-source needs --source, the files for training")
     if args.val_source and args.val_fraction:
@@ -244,150 +248,188 @@ def _check_output(args: argparse.Namespace) -> None:
 def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     """Make the set that `args` describe unless it exists.
 
-    `command_line`, what the user typed, goes into meta.json.
+    `command_line`, which the user typed, goes into meta.json.
     """
     folder = (args.out / args.name).resolve()
-    made_from = {
-        key: getattr(args, key) for key in ("corpus", "text_field", "val_fraction", "shard_tokens")
-    }
-    made_from |= {"config": args.config} if args.config else {}
+    provenance = {}
+    for key in ("corpus", "text_field", "val_fraction", "shard_tokens"):
+        provenance[key] = getattr(args, key)
+    if args.config:
+        provenance["config"] = args.config
     if (folder / "meta.json").exists() and not args.force:
-        print(f"already there: {describe_set(_check_existing(folder, made_from, args), folder)}")
+        meta = _check_existing(folder, provenance, args)
+        print(f"already there: {describe_set(meta, folder)}")
         remove_leftovers(folder)
         return
-    made_from, inputs, encoder = _open_inputs(args, made_from, partial_folder(folder))
+    inputs, encoder, provenance = _open_inputs(args, provenance, partial_folder(folder))
     with Writer(folder, encoder.tokenizer, args.shard_tokens) as writer:
-        left_out = _tokenize(writer, inputs, encoder, made_from, args)
-        train, val = writer.splits["train"], writer.splits["val"]
-        if min(train.tokens, val.tokens) < 2:
-            (writer.partial / PROGRESS_FILE).unlink(missing_ok=True)  # other arguments are needed
-            if train.documents and val.documents:
-                raise DataError(
-                    f"train has {train.tokens} and val {val.tokens} token(s), both need 2; give more text"
-                )
-            # the hub's
-            raise DataError(explain_empty_split(train.documents, val.documents, args.val_fraction))
-        meta = writer.finish(args.name, made_from | left_out, command_line)
+        progress = _tokenize(writer, inputs, encoder, provenance, args)
+        _check_splits(writer, args.val_fraction)
+        meta = writer.finish(args.name, provenance | progress.count_left_out(), command_line)
     print(f"prepared: {describe_set(meta, folder)}")
 
 
 def _open_inputs(
-    args: argparse.Namespace, made_from: dict, partial: Path
-) -> tuple[dict, list[Input], Encoder]:
-    """The files to read, what turns them into ids, and `made_from` with what identifies both."""
-    streamed = None if args.source else SOURCES[args.corpus].hub.get(args.config)
-    inputs = [] if streamed else _local_files(args)
+    args: argparse.Namespace, provenance: dict, partial: Path
+) -> tuple[list[Input], Encoder, dict]:
+    """List the files to read, and make the encoder that turns them into ids.
+
+    Returns both, and `provenance` with what identifies both.
+    """
+    provenance = dict(provenance)
+    from_hub = _reads_hub(args)
+    inputs = [] if from_hub else _list_local_inputs(args)
     val_inputs = validation_inputs(args.val_source, inputs)
     tokenizer = load_tokenizer(args.tokenizer, args.bpe_ranks)
-    if streamed:
-        revision, inputs = hub_inputs(streamed, args.revision or find_revision(partial, made_from))
-        made_from = made_from | {"revision": revision}
-    made_from = made_from | {"inputs": hash_inputs(inputs), "tokenizer": args.tokenizer}
-    made_from |= {"val_inputs": hash_inputs(val_inputs)} if val_inputs else {}
+    if from_hub:
+        revision = args.revision or find_revision(partial, provenance)
+        hub = SOURCES[args.corpus].hub[args.config]
+        provenance["revision"], inputs = hub_inputs(hub, revision)
+    provenance["inputs"] = hash_inputs(inputs)
+    provenance["tokenizer"] = args.tokenizer
+    if val_inputs:
+        provenance["val_inputs"] = hash_inputs(val_inputs)
     encoder = Encoder(tokenizer, args.val_fraction, args.text_field, args.skip_bad)
-    if not streamed:
+    if not from_hub:
         split = choose_split(inputs, val_inputs, encoder)
-        made_from |= {"split": split} if split != "documents" else {}
+        if split != "documents":
+            provenance["split"] = split
         inputs = [file._replace(split=split) for file in inputs] + val_inputs
-    return made_from, inputs, encoder
+    return inputs, encoder, provenance
+
+
+def _reads_hub(args: argparse.Namespace) -> bool:
+    return bool(SOURCES[args.corpus].hub) and not args.source
+
+
+def _list_local_inputs(args: argparse.Namespace) -> list[Input]:
+    if args.corpus == "stdlib":
+        return stdlib_inputs(args.roots)
+    return local_inputs(map(Path, args.source))
 
 
 def _tokenize(
-    writer: Writer, inputs: list[Input], encoder: Encoder, made_from: dict, args: argparse.Namespace
-) -> dict[str, int]:
-    """Write the documents of `inputs` from where an earlier process stopped.
-
-    Returns the numbers of those left out.
-    """
-    progress = resume_progress(writer.partial, made_from, args.force)
+    writer: Writer,
+    inputs: list[Input],
+    encoder: Encoder,
+    provenance: dict,
+    args: argparse.Namespace,
+) -> Progress:
+    """Write the documents of `inputs`, from where an earlier process stopped; returns the end."""
+    progress = resume_progress(writer.partial, provenance, args.force)
     if progress.bad and not args.skip_bad:
-        begun = f"was begun with --skip-bad and lacks {plural(progress.bad, 'bad document')}"
-        raise DataError(f"{writer.partial} {begun}: add --skip-bad, or remove it")
+        lacks = f"lacks {plural(progress.bad, 'bad document')}"
+        raise DataError(
+            f"{writer.partial} was begun with --skip-bad and {lacks}: add --skip-bad, or remove it"
+        )
     writer.resume(progress.splits)
-    total, saved = sum(file.size for file in inputs), 0  # bytes
-    workers = min(args.workers, 1 + total // WORKER_BYTES)
-    done = sum(split.tokens for split in progress.splits.values())
-    resuming = f", resuming after {done:,} tokens" if done else ""
-    size = f"{plural(len(inputs), 'file')}, {format_bytes(total)}"
-    print(f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}{resuming}")
-    bar = progress_bar(every=30, desc=args.name, total=total, unit="B", unit_scale=True)
-    batches = encode_inputs(inputs, encoder, workers, Position(progress.files, progress.documents))
-    cut = any(file.split == "ends" for file in inputs)
+    total_bytes = sum(file.size for file in inputs)
+    workers = min(args.workers, 1 + total_bytes // WORKER_BYTES)
+    size = f"{plural(len(inputs), 'file')}, {format_bytes(total_bytes)}"
+    start = f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}"
+    tokens = sum(split.tokens for split in progress.splits.values())
+    if tokens:
+        start += f", resuming after {tokens:,} tokens"
+    print(start)
+    bar = progress_bar(every=30, desc=args.name, total=total_bytes, unit="B", unit_scale=True)
+    position = Position(progress.files, progress.documents)
+    batches = encode_inputs(inputs, encoder, workers, position)
+    cuts_documents = any(file.split == "ends" for file in inputs)
+    saved_bytes = 0
     with bar, closing(batches):
         for encoded, position, read_bytes in batches:
-            for split, ids in (("train", encoded.train), ("val", encoded.val)):
-                # Where documents are cut, end-of-text stands between their parts only, so not
-                # before the first.
-                first = cut and not writer.splits[split].tokens
-                documents = int(np.count_nonzero(ids == writer.tokenizer.eot))
-                writer.write(split, ids[1:] if first else ids, documents)
+            _write_batch(writer, encoded, cuts_documents)
             progress.add(encoded)
             progress.files, progress.documents = position
             bar.update(read_bytes - bar.n)
-            if position.files == len(inputs) or read_bytes - saved >= SAVE_BYTES:
-                progress.splits, saved = writer.save(), read_bytes
+            if position.files == len(inputs) or read_bytes - saved_bytes >= SAVE_BYTES:
+                progress.splits = writer.save()
                 progress.save(writer.partial)
-    if progress.empty or progress.bad or progress.links:
-        counts = f"{plural(progress.empty, 'empty document')}, {progress.bad:,} that cannot be read"
-        counts += (
-            f", {plural(progress.links, 'link')} or paths out of archives" if progress.links else ""
+                saved_bytes = read_bytes
+    _print_left_out(progress)
+    return progress
+
+
+def _write_batch(writer: Writer, encoded: Encoded, cuts_documents: bool) -> None:
+    for split, ids in (("train", encoded.train), ("val", encoded.val)):
+        documents = int(np.count_nonzero(ids == writer.tokenizer.eot))
+        if cuts_documents and not writer.splits[split].tokens:
+            ids = ids[1:]  # between the parts of cut documents only, so not before the first
+        writer.write(split, ids, documents)
+
+
+def _print_left_out(progress: Progress) -> None:
+    if not (progress.empty or progress.bad or progress.links):
+        return
+    counts = f"{plural(progress.empty, 'empty document')}, {progress.bad:,} that cannot be read"
+    if progress.links:
+        counts += f", {plural(progress.links, 'link')} or paths out of archives"
+    print(f"left out: {counts}")
+
+
+def _check_splits(writer: Writer, val_fraction: float) -> None:
+    """Raise DataError if a split has no token to predict; the next try needs other arguments."""
+    train = writer.splits["train"]
+    val = writer.splits["val"]
+    if min(train.tokens, val.tokens) >= 2:
+        return
+    (writer.partial / PROGRESS_FILE).unlink(missing_ok=True)
+    if train.documents and val.documents:
+        raise DataError(
+            f"train has {train.tokens} and val {val.tokens} token(s), both need 2; give more text"
         )
-        print(f"left out: {counts}")
-    return {key: getattr(progress, key) for key in LEFT_OUT}
-
-
-def _local_files(args: argparse.Namespace) -> list[Input]:
-    return (
-        stdlib_inputs(args.roots)
-        if args.corpus == "stdlib"
-        else local_inputs(map(Path, args.source))
-    )
+    # only with files of the hub: `choose_split` has checked local ones before
+    raise DataError(explain_empty_split(train.documents, val.documents, val_fraction))
 
 
 def hash_inputs(inputs: list[Input]) -> str:
-    """A hash of names and sizes and, of local files, of contents.
+    """Hash the names and sizes of files and, of local files, their contents.
 
     Beyond 1 GiB in all only the first and last MiB of each file are read: a change between them
-    goes unnoticed if the size stays.
+    that keeps the size is not detected.
     """
-    complete = sum(file.size for file in inputs) <= HASHED_BYTES
+    hash_all = sum(file.size for file in inputs) <= HASHED_BYTES
     digest = hashlib.sha256()
     for file in inputs:
         digest.update(f"{file.name}\0{file.size}\0".encode("utf-8", "surrogateescape"))
-        if "://" not in file.url:
-            with open(file.url, "rb") as opened:
-                if complete:
-                    digest.update(hashlib.file_digest(opened, "sha256").digest())
-                else:
-                    digest.update(opened.read(END_BYTES))
-                    opened.seek(max(0, file.size - END_BYTES))
-                    digest.update(opened.read(END_BYTES))
+        if "://" in file.url:
+            continue
+        with open(file.url, "rb") as opened:
+            if hash_all:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+            else:
+                digest.update(opened.read(END_BYTES))
+                opened.seek(max(0, file.size - END_BYTES))
+                digest.update(opened.read(END_BYTES))
     return digest.hexdigest()
 
 
-def _check_existing(folder: Path, made_from: dict, args: argparse.Namespace) -> Meta:
-    """The set in `folder`.
+def _check_existing(folder: Path, provenance: dict, args: argparse.Namespace) -> Meta:
+    """Check the set in `folder`.
 
-    Raises DataError if it is damaged, or its arguments or files differ from these.
+    Raises DataError if it is damaged, or was made with other arguments or from other files. Files
+    that no longer exist are not compared.
     """
     meta = read_meta(folder)
-    now = made_from | {"tokenizer": args.tokenizer}
-    now |= {"revision": args.revision} if args.revision else {}
-    if (args.source or not args.config) and all(map(os.path.exists, args.source)):
-        now["inputs"] = hash_inputs(_local_files(args))
-    if args.val_source and all(map(os.path.exists, args.val_source)):
+    now = provenance | {"tokenizer": args.tokenizer}
+    if args.revision:
+        now["revision"] = args.revision
+    if not _reads_hub(args) and all(os.path.exists(path) for path in args.source):
+        now["inputs"] = hash_inputs(_list_local_inputs(args))
+    if args.val_source and all(os.path.exists(path) for path in args.val_source):
         now["val_inputs"] = hash_inputs(local_inputs(map(Path, args.val_source)))
-    follow = {*LEFT_OUT, "split", "inputs", "revision"} | (
-        {"val_inputs"} if args.val_source else set()
-    )
-    not_asked = follow - set(now)  # what follows from the rest, and what is not known now
-    changes = describe_changes(
-        {key: value for key, value in meta.source.items() if key not in not_asked}, now
-    )
+    unknown = {*COUNTS, "split", "inputs", "revision"}  # unless they are in `now`
+    if args.val_source:
+        unknown.add("val_inputs")
+    recorded = {}
+    for key, value in meta.source.items():
+        if key in now or key not in unknown:
+            recorded[key] = value
+    changes = describe_changes(recorded, now)
     if changes:
         raise DataError(
-            f"{folder} was made with other arguments, or its files have changed ({changes}): replace it with --force, "
-            f"or choose another --name"
+            f"{folder} was made with other arguments, or its files have changed ({changes}): "
+            f"replace it with --force, or choose another --name"
         )
     return check_dataset(folder, meta.tokenizer["vocab_size"])
 

@@ -21,29 +21,25 @@ from data.bins import CLOSED, SHARD_TOKENS, Count, Meta, Shard, Split, partial_f
 from data.encode import Encoded
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 
-# in data/<name>.partial/, beside the shards that are written so far
-PROGRESS_FILE = "progress.json"
-# else key and values
-CHANGES = {"inputs": "the input files differ", "val_inputs": "the files of --val-source differ"}
-NAMES = "|".join(map(re.escape, (PROGRESS_FILE, "meta.json", RANKS_FILE, TOKENIZER_FILE)))
-# what commit 11388ef leaves of a preparation that is killed
-OF_UNITS = "begun.json|units-[0-9a-f]{12}"
-OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({NAMES})(\.\d+\.tmp)?|lock|{OF_UNITS}")
+PROGRESS_FILE = "progress.json"  # in data/<name>.partial/, next to the shards
+LOCK_FILE = "lock"
+SHARD_NAME = re.compile(r"(train|val)-\d{5,}\.bin")
+TEMPORARY_END = re.compile(r"\.\d+\.tmp$")  # of a name that `write_atomic` uses
+OTHER_NAMES = {PROGRESS_FILE, LOCK_FILE, "meta.json", RANKS_FILE, TOKENIZER_FILE}
 
 
 class Writer(AbstractContextManager["Writer"]):
-    """Writes a set in <folder>.partial, which takes the place of <folder> at the end.
+    """Writes a set in <folder>.partial, which replaces <folder> at the end.
 
     with Writer(folder, tokenizer) as writer:
-        writer.write("train", ids, documents)  # as often as there is text
+        writer.write("train", ids, documents)  # once or more
         writer.finish(name, source, prepare)
 
-    Left without `finish`, it removes what it wrote, unless the folder `partial` has a record of
-    progress.
+    Without `finish`, the partial folder is removed at the end, unless it has a record of progress.
 
     Raises:
-        DataError: ids may not fit uint16, another process writes this set, or a folder holds files
-            of others.
+        DataError: ids do not fit uint16, another process writes this set, or a folder contains
+            files that do not belong to a set.
     """
 
     def __init__(
@@ -51,14 +47,17 @@ class Writer(AbstractContextManager["Writer"]):
     ) -> None:
         if tokenizer.vocab_size > 2**16:
             raise DataError(
-                f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids; uint16 shards hold 65536"
+                f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids; "
+                f"uint16 shards hold 65536"
             )
-        self.folder, self.partial, self.tokenizer = Path(folder), partial_folder(folder), tokenizer
-        for place in (self.folder, self.partial):
-            refuse_foreign_files(place)
+        self.folder = Path(folder)
+        self.partial = partial_folder(folder)
+        self.tokenizer = tokenizer
+        refuse_foreign_files(self.folder)
+        refuse_foreign_files(self.partial)
         self.partial.mkdir(parents=True, exist_ok=True)
-        # held until it is closed, by a kill at the latest
-        self._lock = (self.partial / "lock").open("a")
+        # The lock is held until the file is closed, at the latest when the process ends.
+        self._lock = (self.partial / LOCK_FILE).open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -67,48 +66,47 @@ class Writer(AbstractContextManager["Writer"]):
                 f"{self.partial}: another process is preparing this set: wait for it"
             ) from error
         self._finished = False
-        # a kill may have left a set without its name
+        # A kill between writing meta.json and the renaming leaves meta.json here.
         (self.partial / "meta.json").unlink(missing_ok=True)
         self.splits = {
-            name: _SplitWriter(self.partial, name, shard_tokens) for name in ("train", "val")
+            "train": _SplitWriter(self.partial, "train", shard_tokens),
+            "val": _SplitWriter(self.partial, "val", shard_tokens),
         }
 
     def __exit__(self, *_: object) -> None:
         for split in self.splits.values():
             split.close()
         if not self._finished and not (self.partial / PROGRESS_FILE).exists():
-            # after `finish` the folder may be another process's new one
-            shutil.rmtree(self.partial)
+            shutil.rmtree(self.partial)  # not after `finish`: another process may have made it
         self._lock.close()
 
     def write(self, split: str, ids: np.ndarray, documents: int = 1) -> None:
-        """Append complete documents: their ids, (n,), with an end-of-text token after each."""
+        """Append complete documents: ids (n,), with an end-of-text token after each document."""
         self.splits[split].write(ids.astype("<u2", copy=False), documents)
 
     def save(self) -> dict[str, Split]:
-        """Wait until all is on the disk. Returns what `resume` needs to go on from here."""
+        """Wait until everything is on the disk. Returns what `resume` needs."""
         return {name: split.save() for name, split in self.splits.items()}
 
     def resume(self, splits: dict[str, Split]) -> None:
-        """Go on from what `save` returned; cut off what was written later.
+        """Continue from what `save` returned; whatever was written later is cut off.
 
-        Raises DataError if files lack something.
+        Raises DataError if a shard is missing or too short.
         """
         for name, split in splits.items():
             self.splits[name].resume(split)
 
     def finish(self, name: str, source: dict, prepare: str) -> Meta:
-        """Close the shards, write meta.json, and give the set its name; an older set of that name is replaced."""
+        """Close the shards, write meta.json, and rename the folder; an older set is replaced."""
         splits = {split: writer.finish() for split, writer in self.splits.items()}
-        self._remove_strays({shard.name for split in splits.values() for shard in split.files})
+        self._remove_strays(splits)
         meta = Meta(name, identity(self.tokenizer), "uint16", splits, source, prepare)
         for file, content in self.tokenizer.files.items():
             write_atomic(self.partial / file, content, durable=True)
         write_atomic(self.partial / "meta.json", json.dumps(asdict(meta), indent=1), durable=True)
         self._finished = True
-        refuse_foreign_files(self.folder)  # again: preparing takes hours
-        # of the set that is replaced, which is none from here on
-        (self.folder / "meta.json").unlink(missing_ok=True)
+        refuse_foreign_files(self.folder)  # a second time: preparing can last hours
+        (self.folder / "meta.json").unlink(missing_ok=True)  # the old set is incomplete from here
         if self.folder.exists():
             shutil.rmtree(self.folder)
         os.rename(self.partial, self.folder)
@@ -116,12 +114,13 @@ class Writer(AbstractContextManager["Writer"]):
         remove_leftovers(self.folder)
         return meta
 
-    def _remove_strays(self, shards: set[str]) -> None:
-        """Remove what earlier processes with other arguments may have left, all but these shards."""
+    def _remove_strays(self, splits: dict[str, Split]) -> None:
+        """Remove files of an earlier preparation with other arguments."""
+        keep = {PROGRESS_FILE, LOCK_FILE}
+        for split in splits.values():
+            keep.update(shard.name for shard in split.files)
         for path in self.partial.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name not in shards | {PROGRESS_FILE, "lock"}:
+            if path.name not in keep:
                 path.unlink()
 
 
@@ -130,16 +129,20 @@ class _SplitWriter:
 
     def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
         self.tokens = self.documents = 0
-        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._shards: list[Shard] = []  # complete
-        self._file: BufferedRandom | None = None  # the next one
+        self._folder = folder
+        self._split = split
+        self._shard_tokens = shard_tokens
+        self._shards: list[Shard] = []  # complete shards
+        self._file: BufferedRandom | None = None  # the next shard
 
     def write(self, ids: np.ndarray, documents: int) -> None:
         self.tokens += len(ids)
         self.documents += documents
         while len(ids):
-            self._file = self._file or self._next_path.open("w+b")
-            part, ids = np.split(ids, [self._shard_tokens - self._file.tell() // 2])
+            if self._file is None:
+                self._file = self._next_path.open("w+b")
+            room = self._shard_tokens - self._file.tell() // 2  # tokens
+            part, ids = np.split(ids, [room])
             self._file.write(part.tobytes())
             if self._file.tell() == 2 * self._shard_tokens:
                 self._close_shard()
@@ -149,20 +152,23 @@ class _SplitWriter:
         return Split(self.tokens, self.documents, list(self._shards))
 
     def resume(self, done: Split) -> None:
-        """Take the complete shards as they are; cut the next one to the tokens that it had."""
-        self.tokens, self.documents, self._shards = done.tokens, done.documents, list(done.files)
+        """Keep the complete shards; cut the next one to the tokens that it had."""
+        self.tokens = done.tokens
+        self.documents = done.documents
+        self._shards = list(done.files)
         sizes = {self._folder / shard.name: 2 * shard.tokens for shard in self._shards}
-        if rest := 2 * self.tokens - sum(sizes.values()):
-            sizes[self._next_path] = rest
+        next_size = 2 * self.tokens - sum(sizes.values())  # bytes
+        if next_size:
+            sizes[self._next_path] = next_size
         for path, size in sizes.items():
             if not path.is_file() or path.stat().st_size < size:
                 raise DataError(
                     f"{path}: missing or shorter than {PROGRESS_FILE} says: start over with --force"
                 )
-        if rest:
+        if next_size:
             self._file = self._next_path.open("r+b")
-            self._file.truncate(rest)
-            self._file.seek(rest)
+            self._file.truncate(next_size)
+            self._file.seek(next_size)
 
     def finish(self) -> Split:
         self._close_shard()
@@ -170,7 +176,7 @@ class _SplitWriter:
 
     def close(self) -> None:
         if self._file:
-            with suppress(OSError):  # a full disk
+            with suppress(OSError):  # closing writes, which fails on a full disk
                 self._file.close()
 
     @property
@@ -194,19 +200,22 @@ class _SplitWriter:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a kill may have left in a complete set: the record and the lock of its preparation."""
-    for path in (folder / PROGRESS_FILE, folder / "lock"):
-        if path.exists():  # on a read-only file system even unlinking nothing fails
+    """Remove the record of progress and the lock from a complete set."""
+    for path in (folder / PROGRESS_FILE, folder / LOCK_FILE):
+        if path.exists():  # a read-only file system refuses to unlink even a missing file
             path.unlink(missing_ok=True)
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Raises DataError if `folder`, about to be replaced, holds files that belong to no data set."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    for name in names:
-        if not OURS.fullmatch(name):
+    """Raise DataError if `folder`, which will be replaced, contains files of no data set."""
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        name = TEMPORARY_END.sub("", path.name)
+        if name not in OTHER_NAMES and not SHARD_NAME.fullmatch(name):
             raise DataError(
-                f"{folder} holds {name!r}, which does not belong to a data set: move it, or choose another --name"
+                f"{folder} holds {path.name!r}, which does not belong to a data set: move it, "
+                f"or choose another --name"
             )
 
 
@@ -214,68 +223,81 @@ def refuse_foreign_files(folder: Path) -> None:
 class Progress:
     """The content of progress.json."""
 
-    made_from: dict  # the arguments that decide what is in the set; other ones do not resume it
-    files: Count = 0  # of the inputs that are tokenized completely
-    documents: Count = 0  # of the next file
-    # written so far; `files` are the complete shards only
-    splits: dict[str, Split] = Field(default_factory=dict)
+    made_from: dict  # the set's provenance: only the same arguments and inputs resume it
+    files: Count = 0  # inputs that are tokenized completely
+    documents: Count = 0  # documents of the next input that are tokenized
+    splits: dict[str, Split] = Field(default_factory=dict)  # `files` lists complete shards only
     empty: Count = 0  # documents of white space only
     bad: Count = 0  # documents that could not be read
-    links: Count = 0  # in archives, which have no content of their own
+    links: Count = 0  # links in archives, which have no content
 
     def add(self, encoded: Encoded) -> None:
         self.empty += encoded.empty
         self.bad += encoded.bad
         self.links += encoded.links
 
+    def count_left_out(self) -> dict[str, int]:
+        """Numbers of documents that are not in the set, as meta.json has them."""
+        return {"empty": self.empty, "bad": self.bad, "links": self.links}
+
     def save(self, folder: Path) -> None:
-        """Write the file, after the shards of `splits` are on the disk: a power cut leaves this state or the last."""
+        """Write the file. The shards of `splits` must be on the disk."""
         write_atomic(folder / PROGRESS_FILE, json.dumps(asdict(self)), durable=True)
 
 
 def read_progress(partial: Path) -> Progress | None:
-    """What is recorded in `partial`; None if nothing is, or it is damaged."""
+    """The record of progress in `partial`; None if there is none or it is damaged."""
     try:
-        return TypeAdapter(Progress).validate_python(
-            json.loads((partial / PROGRESS_FILE).read_bytes())
-        )
+        content = json.loads((partial / PROGRESS_FILE).read_bytes())
+        return TypeAdapter(Progress).validate_python(content)
     except (OSError, ValueError, RecursionError):
         return None
 
 
-def find_revision(partial: Path, made_from: dict) -> str | None:
-    """The revision of the hub's files that the set in `partial` was begun with; None if it was not."""
-    begun = read_progress(partial)
-    return (
-        begun.made_from.get("revision")
-        if begun and made_from.items() <= begun.made_from.items()
-        else None
-    )
+def find_revision(partial: Path, provenance: dict) -> str | None:
+    """The hub's revision that the unfinished set in `partial` is made from; None if there is none.
 
-
-def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
-    """The progress to go on from: what is recorded in `partial`, else none.
-
-    Raises DataError if it belongs to other arguments or is damaged, and `force`, which starts over,
-    is not set.
+    A set with another `provenance` does not count.
     """
-    was = read_progress(partial)
-    if was and was.made_from == made_from:
-        return was
+    progress = read_progress(partial)
+    if progress is None or not provenance.items() <= progress.made_from.items():
+        return None
+    return progress.made_from.get("revision")
+
+
+def resume_progress(partial: Path, provenance: dict, force: bool) -> Progress:
+    """The progress recorded in `partial`, or a new one.
+
+    Raises DataError if the record has another provenance or is damaged. `force` starts over instead.
+    """
+    progress = read_progress(partial)
+    if progress and progress.made_from == provenance:
+        return progress
     if (partial / PROGRESS_FILE).exists() and not force:
-        fault = f"whose {PROGRESS_FILE} cannot be read: "
-        if was:
-            fault = f"made with other arguments ({describe_changes(was.made_from, made_from)}): resume with those, "
+        remedy = "start over with --force, or choose another --name"
+        if progress is None:
+            raise DataError(
+                f"{partial} holds an unfinished set whose {PROGRESS_FILE} cannot be read: {remedy}"
+            )
+        changes = describe_changes(progress.made_from, provenance)
         raise DataError(
-            f"{partial} holds an unfinished set {fault}start over with --force, or choose another --name"
+            f"{partial} holds an unfinished set made with other arguments ({changes}): "
+            f"resume with those, {remedy}"
         )
     (partial / PROGRESS_FILE).unlink(missing_ok=True)
-    return Progress(made_from)
+    return Progress(provenance)
 
 
-def describe_changes(was: dict, now: dict) -> str:
-    """The keys whose values differ, in words; empty if none."""
-    changed = [key for key in sorted(was | now) if was.get(key) != now.get(key)]
-    return "; ".join(
-        CHANGES.get(key, f"{key} {was.get(key)!r}, now {now.get(key)!r}") for key in changed
-    )
+def describe_changes(before: dict, now: dict) -> str:
+    """Describe the keys whose values differ; empty if none does."""
+    texts = []
+    for key in sorted(before | now):
+        if before.get(key) == now.get(key):
+            continue
+        if key == "inputs":
+            texts.append("the input files differ")
+        elif key == "val_inputs":
+            texts.append("the files of --val-source differ")
+        else:
+            texts.append(f"{key} {before.get(key)!r}, now {now.get(key)!r}")
+    return "; ".join(texts)

@@ -102,27 +102,20 @@ def test_shards_that_lack_tokens_are_not_resumed(
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-@pytest.mark.parametrize(
-    "left", ["other arguments", "half of progress.json", "what commit 11388ef left"]
-)
-def test_an_unfinished_set_is_started_over(run, books, tmp_path, undisturbed, stop_at, left):
-    """With --force, or without it where an older version was stopped."""
-    if left == "what commit 11388ef left":
-        files = (
-            "begun.json",
-            "lock",
-            "train-00007.bin",
-            "units-0123456789ab/00000000-00000000.npz",
-        )
-        write_tree(tmp_path / "out/text.partial", dict.fromkeys(files, b"x"))
-        assert "resuming" not in run(*books)
-    else:
-        stop_at(13, *books, *(("--val-fraction", 0.5) if left == "other arguments" else ()))
-        if left == "half of progress.json":
-            (tmp_path / "out/text.partial/progress.json").write_text("{")
-            out = run(*books, code=2)
-            assert "progress.json cannot be read" in out and "--force" in out
-        assert "resuming" not in run(*books, "--force")
+def test_a_set_of_other_arguments_is_started_over(run, books, tmp_path, undisturbed, stop_at):
+    """Its files are removed, also a shard that the new set does not have."""
+    stop_at(13, *books, "--val-fraction", 0.5)
+    write_tree(tmp_path / "out/text.partial", {"train-00099.bin": b"x"})
+    assert "resuming" not in run(*books, "--force")
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+def test_a_set_with_a_damaged_record_is_started_over(run, books, tmp_path, undisturbed, stop_at):
+    stop_at(13, *books)
+    (tmp_path / "out/text.partial/progress.json").write_text("{")
+    out = run(*books, code=2)
+    assert "progress.json cannot be read" in out and "--force" in out
+    assert "resuming" not in run(*books, "--force")
     assert snapshot(tmp_path / "out") == undisturbed
 
 
