@@ -29,7 +29,7 @@ def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> 
         sync_folder(path.parent)
 
 
-def sync_folder(folder: str | Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the names in `folder` survive a power failure: files created, renamed or removed.
 
     Raises OSError.

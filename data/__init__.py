@@ -1,5 +1,5 @@
-"""From text to training windows: corpora, tokenizers, the file format, and the order in which windows are read."""
+"""From text to training windows: corpora, tokenizers, the file format, the order of windows."""
 
 
 class DataError(ValueError):
-    """The data cannot be used as asked; the message names the thing at fault and the remedy."""
+    """The data cannot be used as requested; the message names the fault and the remedy."""

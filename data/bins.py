@@ -1,8 +1,8 @@
-"""A data set on disk: raw token shards, and `meta.json`, which is written last and makes the set complete.
+"""A data set on disk: raw token shards and `meta.json`, which is written last.
 
-data/<name>/train-00000.bin train-00001.bin … val-00000.bin: little-endian uint16 ids, nothing else
-data/<name>/meta.json: what they are, see Meta
-data/<name>/gpt2.tiktoken: GPT-2's BPE file, which decodes them, if that is the tokenizer
+data/<name>/train-00000.bin train-00001.bin … val-00000.bin: little-endian uint16 ids, no header
+data/<name>/meta.json: describes them, see Meta
+data/<name>/gpt2.tiktoken or tokenizer.json: decodes them, unless the ids are bytes
 """
 
 import hashlib
@@ -29,13 +29,14 @@ from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, FileTokenizer, Tokenizer,
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
 SHARD_TOKENS = 100_000_000  # 200 MB
 HASHED_BYTES = 2**30  # sets up to 1 GiB are read completely at each check
-CHUNK_BYTES = 2**22
+CHUNK_BYTES = 2**22  # read at once from a shard
 RELEASE_BYTES = 2**28  # mapped memory that the reader of a split may hold
-FAULT_BYTES = 2**16  # what Linux maps around a byte that is read
+FAULT_BYTES = 2**16  # Linux maps about this much around a byte that is read
+OTHER_FILES = 1024  # files that a process may open besides shards
 
 
-# meta.json is checked strictly, whoever wrote it: no key missing or added, no number written as
-# true, 7.0 or "7".
+# meta.json is checked strictly: no key may be missing or unknown, no number written as true, 7.0
+# or "7".
 CLOSED = ConfigDict(extra="forbid")
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
@@ -59,7 +60,7 @@ class Split:
 
 
 class TokenizerInfo(TypedDict):
-    """What identifies a tokenizer."""
+    """The identity of a tokenizer."""
 
     name: str
     hash: str
@@ -75,18 +76,18 @@ class Meta:
     tokenizer: TokenizerInfo
     dtype: Literal["uint16"]
     splits: dict[str, Split]  # train, val
-    source: dict  # the arguments that decide what is in the set
+    source: dict  # its provenance: arguments and hashes of the inputs
     prepare: str  # the command line that made it
 
     def __post_init__(self) -> None:
         if set(self.splits) != {"train", "val"}:
-            raise ValueError(f"splits {', '.join(self.splits) or 'none'}, expected train, val")
+            names = ", ".join(self.splits) or "none"
+            raise ValueError(f"splits {names}, expected train, val")
         for name, split in self.splits.items():
-            for i, shard in enumerate(split.files):  # no other name, so none outside the folder
-                if shard.name != f"{name}-{i:05d}.bin":
-                    raise ValueError(
-                        f"{name} file {i} is {shard.name!r}, expected '{name}-{i:05d}.bin'"
-                    )
+            for i, shard in enumerate(split.files):  # another name could lead out of the folder
+                expected = f"{name}-{i:05d}.bin"
+                if shard.name != expected:
+                    raise ValueError(f"{name} file {i} is {shard.name!r}, expected {expected!r}")
             total = sum(shard.tokens for shard in split.files)
             if split.tokens != total:
                 raise ValueError(f"{name} has {split.tokens} tokens, its files {total}")
@@ -95,14 +96,14 @@ class Meta:
 class Tokens:
     """Shards of uint16 ids as one logical array.
 
-    Mapped shards are loaded as they are read. Beyond RELEASE_BYTES their pages go back to the page
-    cache, so that the process does not grow.
+    Mapped shards are loaded as they are read. After RELEASE_BYTES their pages are released to the
+    page cache, so that the process does not grow.
 
     Args:
         shards: uint16 arrays, (n,) each, in memory or np.memmap.
-        name: of these tokens, for messages.
-        vocab_size: ids must be below.
-        eot: the id between documents; None: it is not known where they end.
+        name: the name of these tokens, for messages.
+        vocab_size: all ids must be below it.
+        eot: the id after each document; None if the ends of documents are unknown.
     """
 
     def __init__(
@@ -112,18 +113,21 @@ class Tokens:
         vocab_size: int = 2**16,
         eot: int | None = None,
     ) -> None:
-        self.name, self.vocab_size, self.eot, self._shards = name, vocab_size, eot, shards
-        self._starts = [0, *accumulate(map(len, shards))]  # of each shard, and the end
+        self.name = name
+        self.vocab_size = vocab_size
+        self.eot = eot
+        self._shards = shards
+        self._starts = [0, *accumulate(map(len, shards))]  # first token of each shard, and the end
         self._touched = 0  # bytes since the last release
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count), (count,) uint16: a view if they are in one shard, else a copy.
+        """Tokens [start, start + count), (count,) uint16: a view into one shard, or a copy.
 
         Raises:
-            DataError: an id is beyond the vocabulary; on a GPU it would be an anonymous assertion.
+            DataError: an id is not in the vocabulary. A GPU would stop with a nameless assertion.
         """
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens [{start}, {start + count}) of {len(self)}")
@@ -134,117 +138,136 @@ class Tokens:
                 if isinstance(shard.base, mmap.mmap):
                     shard.base.madvise(mmap.MADV_DONTNEED)
         stop = start + count
-        shards = range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))
-        parts = [
-            self._shards[i][max(0, start - self._starts[i]) : stop - self._starts[i]]
-            for i in shards
-        ]
-        ids = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
-        if fault := _find_bad_id(ids, self.vocab_size, start):
+        first_shard = bisect_right(self._starts, start) - 1
+        end_shard = bisect_left(self._starts, stop)
+        parts = []
+        for i in range(first_shard, end_shard):
+            shard_start = self._starts[i]
+            parts.append(self._shards[i][max(0, start - shard_start) : stop - shard_start])
+        if len(parts) == 1:
+            ids = parts[0]
+        else:
+            ids = np.concatenate([np.empty(0, np.uint16), *parts])
+        fault = _find_bad_id(ids, self.vocab_size, start)
+        if fault:
             raise DataError(
                 f"{self.name}: {fault}. Find the damaged file with python -m data.verify"
             )
         return ids
 
 
-def read_meta(folder: str | Path) -> Meta:
+def read_meta(folder: Path) -> Meta:
     """The checked meta.json of a set.
 
     Raises DataError if it is missing, half-prepared or of another format.
     """
-    folder = Path(folder)
     path = folder / "meta.json"
     if not path.is_file():
-        begun = folder.is_dir() or partial_folder(folder).is_dir()
-        state = (
-            "half-prepared. Resume with the command that began it"
-            if begun
-            else "no such data set. Prepare it"
-        )
-        raise DataError(f"{folder}: {state}: {_prepare_command(folder)}")
+        if folder.is_dir() or partial_folder(folder).is_dir():
+            state = "half-prepared. Resume with the command that began it"
+        else:
+            state = "no such data set. Prepare it"
+        raise DataError(f"{folder}: {state}: {_guess_command(folder)}")
     try:
         return TypeAdapter(Meta).validate_python(json.loads(path.read_bytes()))
     except ValidationError as error:
-        first, *more = (
-            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()
-        )
-        reason = first.removeprefix(": ") + (f", and {len(more)} more" if more else "")
+        reason = _describe_faults(error)
     except (ValueError, RecursionError) as error:  # not JSON, or nested too deep
         reason = f"{type(error).__name__}: {error}"
-    raise DataError(
-        f"{path}: cannot be read ({reason}). Prepare the set again: {_prepare_command(folder)} --force"
-    )
+    remedy = f"Prepare the set again: {_guess_command(folder)} --force"
+    raise DataError(f"{path}: cannot be read ({reason}). {remedy}")
 
 
-def open_tokens(folder: str | Path, split: str) -> Tokens:
+def _describe_faults(error: ValidationError) -> str:
+    """The first fault that pydantic found, and the number of the others."""
+    faults = error.errors()
+    keys = ".".join(str(key) for key in faults[0]["loc"])
+    text = f"{keys}: {faults[0]['msg']}" if keys else faults[0]["msg"]
+    if len(faults) > 1:
+        text += f", and {len(faults) - 1} more"
+    return text
+
+
+def open_tokens(folder: Path, split: str) -> Tokens:
     """The tokens of `split` ("train" or "val"), memory-mapped. Run `check_dataset` first."""
     meta = read_meta(folder)
-    files = [Path(folder, shard.name) for shard in meta.splits[split].files]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a map keeps its file open
-    if soft != resource.RLIM_INFINITY and soft < len(files) + 1024:
-        limit = (
-            len(files) + 1024 if hard == resource.RLIM_INFINITY else min(hard, len(files) + 1024)
-        )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    files = [folder / shard.name for shard in meta.splits[split].files]
+    _allow_open_files(len(files))
     shards = [np.memmap(file, "<u2", "r") for file in files]
-    name, tokenizer = f"the {split} split of {folder}", meta.tokenizer
-    return Tokens(shards, name, tokenizer["vocab_size"], tokenizer["eot"])
+    name = f"the {split} split of {folder}"
+    return Tokens(shards, name, meta.tokenizer["vocab_size"], meta.tokenizer["eot"])
 
 
-def open_tokenizer(folder: str | Path) -> Tokenizer:
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files: a mapped shard keeps its file open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = count + OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that made this set, from the set's own files; needs no network."""
-    info, ranks, file = (
-        read_meta(folder).tokenizer,
-        Path(folder, RANKS_FILE),
-        Path(folder, TOKENIZER_FILE),
-    )
-    if file.is_file():
-        return FileTokenizer(info["name"], file.read_bytes(), info["eot"])
-    return load_tokenizer(info["name"], ranks if ranks.is_file() else None)
+    info = read_meta(folder).tokenizer
+    tokenizer_file = folder / TOKENIZER_FILE
+    if tokenizer_file.is_file():
+        return FileTokenizer(info["name"], tokenizer_file.read_bytes(), info["eot"])
+    ranks_file = folder / RANKS_FILE
+    return load_tokenizer(info["name"], ranks_file if ranks_file.is_file() else None)
 
 
-def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
+def check_dataset(folder: Path, vocab_size: int) -> Meta:
     """Check that training may use a set.
 
-    Lengths of all shards always; every id and sha256 up to 1 GiB in all; above, `Tokens.read`
-    checks the ids as training reads them. `vocab_size` is the model's; the tokenizer's may be
-    smaller.
+    The lengths of all shards are checked. Up to 1 GiB in all, so are every id and sha256; above,
+    `Tokens.read` checks the ids as training reads them.
+
+    Args:
+        folder: of the set.
+        vocab_size: the model's; the tokenizer's may be smaller.
 
     Raises:
-        DataError: names the file, what was expected, what was found and the command that repairs
+        DataError: names the file, the expected and the actual value, and the command that repairs
             it.
         OSError: a file may not be read.
     """
-    folder = Path(folder)
     meta = read_meta(folder)
-    if (limit := meta.tokenizer["vocab_size"]) > vocab_size:
+    n_ids = meta.tokenizer["vocab_size"]
+    if n_ids > vocab_size:
         raise DataError(
-            f"{folder}: tokenizer {meta.tokenizer['name']!r} has {limit} ids, the model's vocab_size is {vocab_size}. "
-            f"Set model.vocab_size to at least {limit}, or prepare the set with another --tokenizer"
+            f"{folder}: tokenizer {meta.tokenizer['name']!r} has {n_ids} ids, the model's "
+            f"vocab_size is {vocab_size}. Set model.vocab_size to at least {n_ids}, or prepare the "
+            f"set with another --tokenizer"
         )
     check_lengths(folder, meta)
-    shards = [shard for split in meta.splits.values() for shard in split.files]
+    shards = _list_shards(meta)
     if sum(2 * shard.tokens for shard in shards) > HASHED_BYTES:
         return meta
     for shard in shards:
         _, faults = scan_shard(folder / shard.name, shard.sha256, meta.tokenizer)
         if faults:
-            raise DataError(f"{folder / shard.name}: {faults[0]}. {_remedy(meta)}")
+            raise DataError(f"{folder / shard.name}: {faults[0]}. {_name_remedy(meta)}")
     return meta
 
 
 def check_lengths(folder: Path, meta: Meta) -> None:
-    """Raises DataError if a shard is missing or its length is not what `meta` states."""
-    for split in meta.splits.values():
-        for shard in split.files:
-            path = folder / shard.name
-            if not path.is_file():
-                raise DataError(
-                    f"{path}: no such file, expected {shard.tokens} tokens. {_remedy(meta)}"
-                )
-            if (size := path.stat().st_size) != 2 * shard.tokens:
-                expected = f"{2 * shard.tokens} bytes ({shard.tokens} tokens)"
-                raise DataError(f"{path}: expected {expected}, found {size}. {_remedy(meta)}")
+    """Raise DataError if a shard is missing or its length differs from `meta`."""
+    for shard in _list_shards(meta):
+        path = folder / shard.name
+        if not path.is_file():
+            raise DataError(
+                f"{path}: no such file, expected {shard.tokens} tokens. {_name_remedy(meta)}"
+            )
+        size = path.stat().st_size
+        if size != 2 * shard.tokens:
+            expected = f"{2 * shard.tokens} bytes ({shard.tokens} tokens)"
+            raise DataError(f"{path}: expected {expected}, found {size}. {_name_remedy(meta)}")
+
+
+def _list_shards(meta: Meta) -> list[Shard]:
+    return meta.splits["train"].files + meta.splits["val"].files
 
 
 def scan_shard(
@@ -253,76 +276,89 @@ def scan_shard(
     tokenizer: TokenizerInfo,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> tuple[int, list[str]]:
-    """Read a shard completely, once; `progress` is called with the number of tokens read since the last call.
+    """Read a shard completely and check it.
 
-    Returns (end-of-text tokens, what differs from `sha256` and from the ids of `tokenizer`, in
-    words).
+    Args:
+        path: the shard.
+        sha256: the expected hash.
+        tokenizer: its vocabulary has all ids.
+        progress: called with the number of tokens read since the last call.
+
+    Returns:
+        (the number of end-of-text tokens, descriptions of the faults).
     """
-    digest, ends, position, faults = hashlib.sha256(), 0, 0, []
+    digest = hashlib.sha256()
+    ends = 0
+    position = 0
+    bad_id = ""
     with path.open("rb") as file:
         while data := file.read(CHUNK_BYTES):
             digest.update(data)
             ids = np.frombuffer(data, "<u2")
             ends += int(np.count_nonzero(ids == tokenizer["eot"]))
-            if not faults and (fault := _find_bad_id(ids, tokenizer["vocab_size"], position)):
-                faults.append(fault)
+            bad_id = bad_id or _find_bad_id(ids, tokenizer["vocab_size"], position)
             position += len(ids)
             progress(len(ids))
+    faults = [bad_id] if bad_id else []
     if digest.hexdigest() != sha256:
         faults.append(f"expected sha256 {sha256}, found {digest.hexdigest()}")
     return ends, faults
 
 
 def fingerprint(meta: Meta) -> dict[str, str]:
-    """Two sha256 that identify a set whatever its name, place and history.
+    """Content hashes of the shards (`data`) and of the tokenizer (`tokenizer`).
 
-    `data` is that of the shards in their order, `tokenizer` that of what decodes them.
+    The name of the set, its folder and its provenance do not matter.
     """
-    shards = [
-        (split, shard.tokens, shard.sha256)
-        for split in ("train", "val")
-        for shard in meta.splits[split].files
-    ]
+    shards = []
+    for split in ("train", "val"):
+        for shard in meta.splits[split].files:
+            shards.append((split, shard.tokens, shard.sha256))
     return {"data": sha256_of(shards), "tokenizer": sha256_of(meta.tokenizer)}
 
 
 def sha256_of(value: Any) -> str:
-    """The sha256 of a value's JSON, keys sorted."""
+    """The sha256 of a value's JSON with sorted keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _find_bad_id(ids: np.ndarray, vocab_size: int, position: int = 0) -> str:
-    """The first of `ids`, (n,) from token `position` of a shard on, beyond the vocabulary, in words; empty if none."""
+    """Describe the first of `ids` (n,) that is not in the vocabulary; empty if all are.
+
+    `position` is the number of the first id, for the message.
+    """
     if not len(ids) or ids.max() < vocab_size:
         return ""
     first = int(np.argmax(ids >= vocab_size))
     return f"id {ids[first]} at token {position + first:,}, expected below {vocab_size}"
 
 
-def _remedy(meta: Meta) -> str:
+def _name_remedy(meta: Meta) -> str:
     return f"Prepare it again: {meta.prepare} --force"
 
 
 def describe_set(meta: Meta, folder: Path) -> str:
-    """Tokens, documents and place of a set, in a line."""
-    train, val = meta.splits["train"], meta.splits["val"]
+    """Tokens, documents and folder of a set, in one line."""
+    train = meta.splits["train"]
+    val = meta.splits["val"]
+    tokens = f"{train.tokens:,} train and {val.tokens:,} val tokens"
     documents = f"{train.documents:,} and {val.documents:,} documents"
-    return f"{train.tokens:,} train and {val.tokens:,} val tokens of {documents} in {short_path(folder)}"
+    return f"{tokens} of {documents} in {short_path(folder)}"
 
 
-def partial_folder(folder: str | Path) -> Path:
-    """Where the set in `folder` is written before it is complete."""
+def partial_folder(folder: Path) -> Path:
+    """The folder in which the set in `folder` is written before it is complete."""
     return Path(f"{folder}.partial")
 
 
-def _prepare_command(folder: Path) -> str:
-    """The command that makes `folder`, guessed from its name."""
+def _guess_command(folder: Path) -> str:
+    """The command that makes the set in `folder`, guessed from its name."""
     corpus = folder.name if folder.name in SOURCES else "text"
     command = ["python", "-m", "data.prepare", corpus]
-    # nothing to stream
-    command += [] if SOURCES[corpus].hub or corpus == "stdlib" else ["--source", "FILES"]
-    command += ["--name", folder.name] if corpus != folder.name else []
-    command += (
-        ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []
-    )
+    if SOURCES[corpus].local and not SOURCES[corpus].hub:
+        command += ["--source", "FILES"]
+    if corpus != folder.name:
+        command += ["--name", folder.name]
+    if folder.parent.resolve() != DATA_DIR.resolve():
+        command += ["--out", str(folder.parent)]
     return shlex.join(command)

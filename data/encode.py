@@ -16,28 +16,30 @@ from data.readers import Input, Raw, read_documents
 from data.sources import local_inputs
 from data.tokenizer import Tokenizer
 
-FEW_DOCUMENTS = 10  # fewer are not enough to split by document, or to validate on
+FEW_DOCUMENTS = 10  # with fewer, documents are cut; also the number suggested for validation
 
 
 class Encoded(NamedTuple):
-    """What a list of raw documents became."""
+    """The ids of a list of raw documents, and counts of those that were left out.
 
-    # (n,) uint16, an end-of-text token after each document (before it where the split is "ends")
-    train: np.ndarray
-    val: np.ndarray  # the same for validation
+    An end-of-text token stands after each document; before it if the split is "ends".
+    """
+
+    train: np.ndarray  # (n,) uint16
+    val: np.ndarray  # (n,) uint16
     empty: int  # documents of white space only
     bad: int  # documents that could not be read
-    links: int  # in archives, which have no content of their own
+    links: int  # links in archives, which have no content
 
 
 class Encoder(NamedTuple):
-    """Turns a list of raw documents into ids; picklable, so that worker processes can share one.
+    """Turns a list of raw documents into ids. It can be pickled and sent to worker processes.
 
-    Which documents are for validation depends on the split of their input file:
+    The validation text depends on the split of the input file:
 
-    - "documents": those whose text hashes below the validation fraction
-    - "ends": of each document that fraction of its characters, at its end
-    - "val": all
+    - "documents": documents whose text hashes below the validation fraction
+    - "ends": the last characters of each document, by the validation fraction
+    - "val": all documents
     """
 
     tokenizer: Tokenizer
@@ -46,47 +48,53 @@ class Encoder(NamedTuple):
     skip_bad: bool = False
 
     def __call__(self, documents: list[Raw]) -> Encoded:
-        """Encodes documents in their order.
+        """Encode documents in their order.
 
-        Raises DataError at a bad one unless `skip_bad` is set.
+        Raises DataError at a bad document unless `skip_bad` is set.
         """
-        pieces: list[tuple[str, str, str]] = []  # split of the file, train or val, text
+        train: list[str] = []
+        val: list[str] = []
         empty = bad = links = 0
         for raw in documents:
             text = self.try_text(raw)
-            if text is None:
-                bad, links = bad + (not raw.is_link), links + raw.is_link
+            if raw.is_link:
+                links += 1
+            elif text is None:
+                bad += 1
             elif text.strip():
-                train, val = self.divide(text, raw.file.split)
-                pieces += [
-                    (raw.file.split, name, part)
-                    for name, part in (("train", train), ("val", val))
-                    if part
-                ]
+                train_part, val_part = self.divide(text, raw.file.split)
+                if train_part:
+                    train.append(train_part)
+                if val_part:
+                    val.append(val_part)
             else:
                 empty += 1
-        ids: dict[str, list[np.ndarray]] = {
-            name: [np.empty(0, np.uint16)] for name in ("train", "val")
-        }
+        ends_first = any(raw.file.split == "ends" for raw in documents)  # then all are
+        return Encoded(
+            self._join(train, ends_first), self._join(val, ends_first), empty, bad, links
+        )
+
+    def _join(self, texts: list[str], ends_first: bool) -> np.ndarray:
+        """The ids of `texts` with an end-of-text token before or after each, (n,) uint16."""
         end = np.array([self.tokenizer.eot], np.uint16)
-        encoded = self.tokenizer.encode_batch([text for _, _, text in pieces])
-        for (split, name, _), new in zip(pieces, encoded, strict=True):
-            ids[name].extend([end, new] if split == "ends" else [new, end])
-        train, val = map(np.concatenate, ids.values())
-        return Encoded(train, val, empty, bad, links)
+        ids = [np.empty(0, np.uint16)]
+        for text_ids in self.tokenizer.encode_batch(texts):
+            ids += [end, text_ids] if ends_first else [text_ids, end]
+        return np.concatenate(ids)
 
     def divide(self, text: str, split: str) -> tuple[str, str]:
         """The parts of a document for training and for validation."""
         if split == "ends":
             cut = int(len(text) * (1 - self.val_fraction))
             return text[:cut], text[cut:]
-        val = split == "val" or split_position(text) < self.val_fraction
-        return ("", text) if val else (text, "")
+        if split == "val" or split_position(text) < self.val_fraction:
+            return "", text
+        return text, ""
 
     def try_text(self, raw: Raw) -> str | None:
-        """`text`; None where it is left out.
+        """The text of a document; None if it is left out.
 
-        Raises DataError at an unreadable one unless `skip_bad` is set.
+        Raises DataError at an unreadable document unless `skip_bad` is set.
         """
         if raw.is_link:
             return None
@@ -100,7 +108,7 @@ class Encoder(NamedTuple):
             ) from error
 
     def text(self, raw: Raw) -> str:
-        """The text of a document. Raises ValueError naming the fault."""
+        """The text of a document. Raises ValueError that names the fault."""
         try:
             text = raw.data.decode()
         except UnicodeDecodeError as error:
@@ -119,15 +127,16 @@ class Encoder(NamedTuple):
         if text is not None and not isinstance(text, str):
             fields = ", ".join(map(repr, row)) or "none at all"
             raise ValueError(
-                f"has no text in field {self.text_field!r}; it has {fields}: choose one with --text-field"
+                f"has no text in field {self.text_field!r}; it has {fields}: "
+                f"choose one with --text-field"
             )
         return text or ""
 
 
 def split_position(text: str) -> float:
-    """Hash of a text, in [0, 1); documents below the validation fraction go to validation.
+    """Hash a text to [0, 1); documents below the validation fraction are for validation.
 
-    It depends on the text alone, so a document stays in its split when the corpus grows.
+    The hash depends on the text alone, so a document keeps its split when the corpus grows.
     """
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
@@ -136,23 +145,22 @@ def split_position(text: str) -> float:
 def validation_inputs(paths: Iterable[str], inputs: list[Input]) -> list[Input]:
     """The files of --val-source.
 
-    Raises DataError as `local_inputs` does, and if one is among `inputs`.
+    Raises DataError as `local_inputs` does, and if a file is among `inputs`.
     """
-    val_inputs = [
-        file._replace(split="val") for file in local_inputs(map(Path, paths), "--val-source")
-    ]
-    train = {os.path.realpath(file.url) for file in inputs}
-    for file in val_inputs:
-        if os.path.realpath(file.url) in train:
+    train_paths = {os.path.realpath(file.url) for file in inputs}
+    val_inputs = []
+    for file in local_inputs(map(Path, paths), "--val-source"):
+        if os.path.realpath(file.url) in train_paths:
             raise DataError(f"{file.url} is in --source and in --val-source: take it out of one")
+        val_inputs.append(file._replace(split="val"))
     return val_inputs
 
 
 def choose_split(inputs: list[Input], val_inputs: list[Input], encoder: Encoder) -> str:
-    """How validation is chosen from local `inputs`: by "documents", or at their "ends" where there are too few.
+    """Choose how local `inputs` are split: by "documents", or at their "ends" if there are few.
 
-    Reads no more documents than it needs to know. Raises DataError if there is nothing to train or
-    to validate on.
+    Reads only as many documents as the decision needs. Raises DataError if there is nothing to
+    train or to validate on.
     """
     if val_inputs:
         for option, files in (("--source", inputs), ("--val-source", val_inputs)):
@@ -160,29 +168,36 @@ def choose_split(inputs: list[Input], val_inputs: list[Input], encoder: Encoder)
         return "documents"
     train = val = 0
     for text in _read_texts(inputs, encoder, "--source"):
-        in_val = bool(encoder.divide(text, "documents")[1])
-        train, val = train + (not in_val), val + in_val
+        if split_position(text) < encoder.val_fraction:
+            val += 1
+        else:
+            train += 1
         if train and val and train + val >= FEW_DOCUMENTS:
             return "documents"
-    share = f"{100 * encoder.val_fraction:.3g}%"
-    if train + val >= FEW_DOCUMENTS**2:  # very small parts of very many documents
+    if train + val >= FEW_DOCUMENTS**2:  # a very small fraction of many documents
         raise DataError(explain_empty_split(train, val, encoder.val_fraction))
-    few = f"{plural(train + val, 'document')}, too few to set some aside: validation is the last {share} of each"
-    print(f"warning: {few}; --val-source names other text for it", file=sys.stderr)
+    print(
+        f"warning: {plural(train + val, 'document')}, too few to set some aside: "
+        f"validation is the last {100 * encoder.val_fraction:.3g}% of each; "
+        f"--val-source names other text for it",
+        file=sys.stderr,
+    )
     return "ends"
 
 
 def explain_empty_split(train: int, val: int, val_fraction: float) -> str:
-    """What is wrong, and the remedy, where training or validation got none of many documents."""
-    missing, total = "validation" if train else "training", train + val
+    """The error, with its remedy, if none of many documents is for training or for validation."""
+    missing = "validation" if train else "training"
+    total = train + val
+    better = min(0.5, FEW_DOCUMENTS / max(1, total))
     return (
-        f"none of {plural(total, 'document')} fell into {missing} at --val-fraction {val_fraction}: "
-        f"--val-fraction {min(0.5, FEW_DOCUMENTS / max(1, total)):.2g} makes about {FEW_DOCUMENTS} of them validation"
+        f"none of {plural(total, 'document')} fell into {missing} at --val-fraction "
+        f"{val_fraction}: --val-fraction {better:.2g} makes about {FEW_DOCUMENTS} of them validation"
     )
 
 
 def _read_texts(inputs: list[Input], encoder: Encoder, option: str) -> Iterator[str]:
-    """The documents that are not empty. At the end, raises DataError if there was none."""
+    """Yield the texts that are not empty. At the end, raises DataError if there was none."""
     any_text = False
     for file in inputs:
         for raw in read_documents(file, encoder.text_field):

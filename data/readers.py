@@ -1,8 +1,8 @@
-"""From an input file to its raw documents, always in the same order: parquet, JSON lines, plain text, tar archives.
+"""Read the raw documents of a file in order: parquet, JSON lines, plain text, tar archives.
 
-Files may be local or on the Hugging Face hub, plain or compressed; nothing is extracted or copied
-to disk, and memory does not grow with the file. Decoding and parsing happen in encode.py, in the
-workers.
+Files are local or on the Hugging Face hub, plain or compressed. Nothing is extracted or copied to
+disk, and memory does not grow with the file. The workers decode and parse the documents, see
+encode.py.
 """
 
 import bz2
@@ -19,13 +19,11 @@ from data import DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSION = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-_STEMS = (".txt", ".md", ".jsonl", ".json", ".tar")
-KINDS = (
-    *(stem + end for end in ("", ".gz", ".zst", ".bz2") for stem in _STEMS),
-    ".tgz",
-    ".parquet",
-)
-TEXT = (".txt", ".md")  # the members of an archive that are documents
+TEXT = (".txt", ".md")  # files and members of archives that are one document each
+JSON = (".jsonl", ".json")  # files with a document in each line
+PLAIN = (*TEXT, *JSON, ".tar")
+COMPRESSED = tuple(kind + end for end in (".gz", ".zst", ".bz2") for kind in PLAIN)
+KINDS = (*PLAIN, *COMPRESSED, ".tgz", ".parquet")  # ends of all file names that can be read
 
 
 class Input(NamedTuple):
@@ -34,58 +32,64 @@ class Input(NamedTuple):
     url: str  # a local path, or hf://datasets/<repository>@<revision>/<path>
     name: str  # relative to its folder or repository
     size: int  # bytes
-    split: str = "documents"  # how validation is chosen from it, see encode.py
+    split: str = "documents"  # decides which part is for validation, see encode.py
 
 
 class Raw(NamedTuple):
     """A document before decoding."""
 
-    where: str  # for messages
+    where: str  # its file and line, row or member, for messages
     data: bytes
-    is_json: bool  # one row of JSON, else text
+    is_json: bool  # a JSON object, else text
     done: int  # bytes of the input read so far
     file: Input
-    is_link: bool = False  # in an archive, without content of its own; or its path leads out of it
+    is_link: bool = False  # a link in an archive, or a member whose path leads out of it
 
 
 def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
-    """The documents of `file`; of parquet the column `text_field`.
+    """Read the documents of `file`; of a parquet file the column `text_field`.
 
     Raises:
-        DataError: the file is damaged, cut short or unreachable, or has no such column.
+        DataError: the file is damaged, cut short or unreachable, or lacks the column.
     """
-    name = file.name.lower()
     try:
-        if name.endswith(".parquet"):
+        if file.name.lower().endswith(".parquet"):
             yield from _read_parquet(file, text_field)
-            return
-        end = next((end for end in COMPRESSION if name.endswith(end)), "")
-        with closing(_open(file.url)) as raw:
-            if end and not file.size:
-                raise EOFError("it is empty")
-            stream = _decompress(raw, COMPRESSION[end]) if end else raw
-            stem = name.removesuffix(end)
-            if stem.endswith((".jsonl", ".json")):
-                yield from _read_lines(file, raw, stream)
-            elif stem.endswith(".tar") or end == ".tgz":
-                yield from _read_members(file, raw, stream)
-            else:
-                yield Raw(
-                    file.url, stream.read().removeprefix(BYTE_ORDER_MARK), False, file.size, file
-                )
+        else:
+            yield from _read_stream(file)
     except (DataError, MemoryError):
         raise
     except Exception as error:
-        # pyarrow and tarfile raise many kinds of errors for damaged files, the hub's libraries as
-        # many for the network.
+        # pyarrow and tarfile raise many kinds of errors for damaged files, the hub's libraries for
+        # network failures.
         if isinstance(error, OSError) and error.errno:
-            raise  # the operating system's own, which name the file
+            raise  # an error of the operating system, which names the file
         reason = f"{type(error).__name__}: {first_line(error)}"
         if "://" in file.url:
             raise DataError(
-                f"{file.url}: reading from the hub failed ({reason}). The work done is kept: start again to resume"
+                f"{file.url}: reading from the hub failed ({reason}). "
+                f"The work done is kept: start again to resume"
             ) from error
         raise DataError(f"{file.url}: damaged or cut short ({reason}): fetch it again") from error
+
+
+def _read_stream(file: Input) -> Iterator[Raw]:
+    name = file.name.lower()
+    end = Path(name).suffix
+    with closing(_open(file.url)) as raw:
+        stream = raw
+        if end in COMPRESSION:
+            if not file.size:
+                raise EOFError("it is empty")
+            stream = _decompress(raw, COMPRESSION[end])
+            name = name.removesuffix(end)
+        if name.endswith(JSON):
+            yield from _read_lines(file, raw, stream)
+        elif name.endswith(".tar") or end == ".tgz":
+            yield from _read_members(file, raw, stream)
+        else:
+            text = stream.read().removeprefix(BYTE_ORDER_MARK)
+            yield Raw(file.url, text, False, file.size, file)
 
 
 def _open(url: str, sequential: bool = True) -> IO[bytes]:
@@ -93,13 +97,14 @@ def _open(url: str, sequential: bool = True) -> IO[bytes]:
         return open(url, "rb")
     from datasets.utils.file_utils import xopen  # opens as `datasets` does, with retries
 
-    # 0: one request from beginning to end
-    return xopen(url, "rb", block_size=0) if sequential else xopen(url, "rb")
+    if sequential:
+        return xopen(url, "rb", block_size=0)  # one request for the whole file
+    return xopen(url, "rb")
 
 
 def _decompress(raw: IO[bytes], compression: str) -> IO[bytes]:
-    """Decodes any number of frames in sequence; raises OSError or EOFError if the last one is cut short."""
-    # pyarrow takes zeros after the end, with which tapes and disk images pad, for damage
+    """Decompress frames in sequence. Raises OSError or EOFError if the last one is cut short."""
+    # Not pyarrow for gzip and bz2: it reports zeros after the end, which tapes pad with, as damage.
     if compression == "gzip":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 2**20)  # pyrefly: ignore[bad-argument-type]
     if compression == "bz2":
@@ -120,7 +125,7 @@ def _read_lines(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Raw]
 
 
 class _Member(tarfile.TarInfo):
-    """A member with an intact header; tarfile takes a broken or missing one for the end of the archive."""
+    """A member with an intact header. tarfile itself ends the archive at a broken header."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> "_Member":  # pyrefly: ignore[bad-override-param-name]
@@ -145,9 +150,8 @@ def _read_members(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Ra
             elif member.isreg():
                 content = archive.extractfile(member)
                 assert content is not None  # a regular file has content
-                yield Raw(
-                    where, content.read().removeprefix(BYTE_ORDER_MARK), False, raw.tell(), file
-                )
+                text = content.read().removeprefix(BYTE_ORDER_MARK)
+                yield Raw(where, text, False, raw.tell(), file)
 
 
 def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
@@ -155,30 +159,28 @@ def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
     from pyarrow.parquet import ParquetFile
 
     with closing(_open(file.url, sequential=False)) as raw:
-        # What pyarrow buffers ahead stays in memory, and its threads make the interpreter hang or
-        # abort at exit if the reading stops before the file ends (apache/arrow issue 45214);
-        # `datasets` streams parquet the same way.
+        # Without pre_buffer and threads, as in `datasets`: buffers would stay in memory, and threads
+        # make Python hang or abort at exit if reading stops early (apache/arrow issue 45214).
         parquet = ParquetFile(raw, pre_buffer=False)
-        schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
+        schema = parquet.schema_arrow
+        rows = parquet.metadata.num_rows
         if text_field not in schema.names:
             fields = ", ".join(map(repr, schema.names))
             raise DataError(
-                f"{file.url} has no field {text_field!r}; it has {fields}: choose one with --text-field"
+                f"{file.url} has no field {text_field!r}; it has {fields}: "
+                f"choose one with --text-field"
             )
         kind = schema.field(text_field).type
         if str(kind) not in ("string", "large_string", "string_view"):
             raise DataError(
-                f"{file.url}: field {text_field!r} is of type {kind}, expected string: choose another --text-field"
+                f"{file.url}: field {text_field!r} is of type {kind}, expected string: "
+                f"choose another --text-field"
             )
         number = 0
         for batch in parquet.iter_batches(256, columns=[text_field], use_threads=False):
             column = batch.column(0)
             for data in column.cast(pyarrow.large_binary()).to_pylist():
                 number += 1
-                yield Raw(
-                    f"{file.url}: row {number}",
-                    data or b"",
-                    False,
-                    file.size * number // rows,
-                    file,
-                )
+                where = f"{file.url}: row {number}"
+                done = file.size * number // rows
+                yield Raw(where, data or b"", False, done, file)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: UTF-8 bytes, GPT-2's byte-pair encoding, or a tokenizer.json of Hugging Face."""
+"""Text to token ids and back: UTF-8 bytes, GPT-2's BPE, or a tokenizer.json of Hugging Face."""
 
 import hashlib
 import json
@@ -23,8 +23,8 @@ RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikt
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 WHISPER = "openai_whisper-20250625"  # its source distribution on PyPI has the file
 
-# tiktoken's regular expression fails (a Rust panic) where it must step back over 10^6 white-space
-# characters, so longer runs are cut first. The ids still decode to the same text.
+# tiktoken's regular expression fails (a Rust panic) on 10^6 white-space characters in a row, so
+# longer runs are cut first. The ids still decode to the same text.
 MAX_GAP = 500_000
 LONG_GAP = re.compile(rf"(\s{{{MAX_GAP}}})")
 
@@ -59,16 +59,20 @@ class ByteTokenizer(_Encoder):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; broken UTF-8 becomes U+FFFD, 256 the end-of-text mark."""
-        data = b"".join(
-            END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in map(int, ids)
-        )
+        data = bytearray()
+        for i in ids:
+            data += END_OF_TEXT.encode() if i == self.eot else bytes([i])
         return data.decode("utf-8", "replace")
+
+
+def _replace_surrogates(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class GPT2Tokenizer(_Encoder):
     """GPT-2's byte-pair encoding, by tiktoken.
 
-    `hash` is the sha256 of its BPE file, whose content `ranks` is.
+    `ranks` is the content of its BPE file, `hash` its sha256.
     """
 
     name = "gpt2"
@@ -81,14 +85,15 @@ class GPT2Tokenizer(_Encoder):
         from tiktoken_ext.openai_public import r50k_pat_str
 
         self.hash = hashlib.sha256(ranks).hexdigest()
-        # stored beside the tokens, so that they decode without a network
-        self.files = {RANKS_FILE: ranks}
+        self.files = {RANKS_FILE: ranks}  # stored with the tokens: they decode without a network
+        rank_of_token = {}
+        for line in ranks.splitlines():
+            token, rank = line.split()
+            rank_of_token[b64decode(token)] = int(rank)
         self.bpe = tiktoken.Encoding(
             self.name,
             pat_str=r50k_pat_str,
-            mergeable_ranks={
-                b64decode(token): int(rank) for token, rank in map(bytes.split, ranks.splitlines())
-            },
+            mergeable_ranks=rank_of_token,
             special_tokens={END_OF_TEXT: self.eot},
             explicit_n_vocab=self.vocab_size,
         )
@@ -105,7 +110,7 @@ class GPT2Tokenizer(_Encoder):
         try:
             ids = [self.bpe.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
         except UnicodeEncodeError:
-            return self._encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+            return self._encode(_replace_surrogates(text))
         return np.concatenate(ids).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -116,19 +121,23 @@ class GPT2Tokenizer(_Encoder):
 class FileTokenizer(_Encoder):
     """A tokenizer.json of Hugging Face, by the library `tokenizers`.
 
-    `hash` is the sha256 of its `content`.
-
-    `name` is what to call it, such as its model's folder; the id `eot` ends a document.
+    Args:
+        name: any name, such as its model's folder.
+        content: of the file; `hash` is its sha256.
+        eot: the id that ends a document.
     """
 
     def __init__(self, name: str, content: bytes, eot: int) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # data.prepare has processes
+        # data.prepare already has a process per core
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
-        self.name, self.eot, self.hash = name, eot, hashlib.sha256(content).hexdigest()
+        self.name = name
+        self.eot = eot
+        self.hash = hashlib.sha256(content).hexdigest()
         self.files = {TOKENIZER_FILE: content}
         self.file = tokenizers.Tokenizer.from_buffer(content)
-        self.file.encode_special_tokens = True  # their texts are ordinary text
+        self.file.encode_special_tokens = True  # the text of a special token is ordinary text
         self.vocab_size = 1 + max(self.file.get_vocab().values())
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -136,11 +145,9 @@ class FileTokenizer(_Encoder):
 
         Lone surrogates become U+FFFD.
         """
-        texts = [
-            text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts
-        ]
-        encoded = self.file.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, np.uint16) for one in encoded]
+        texts = [_replace_surrogates(text) for text in texts]
+        encodings = self.file.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint16) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; broken UTF-8 becomes U+FFFD, special tokens their own text."""
@@ -148,20 +155,21 @@ class FileTokenizer(_Encoder):
 
 
 def read_tokenizer_folder(folder: Path) -> FileTokenizer:
-    """The tokenizer of a model's folder: its tokenizer.json, and the id that its config.json ends a text with.
+    """The tokenizer of a model's folder: tokenizer.json, and eos_token_id of config.json.
 
-    Raises DataError if a file is missing or unreadable, or names no such id.
+    Raises DataError if a file is missing or unreadable, or the id is not one of the tokenizer.
     """
     try:
         eot = json.loads((folder / "config.json").read_bytes())["eos_token_id"]
-        eot = eot[0] if isinstance(eot, list) else eot
-        tokenizer = FileTokenizer(
-            folder.resolve().name, (folder / TOKENIZER_FILE).read_bytes(), eot
-        )
-    except Exception as error:  # the library raises its own, all of them plain Exceptions
+        if isinstance(eot, list):
+            eot = eot[0]
+        content = (folder / TOKENIZER_FILE).read_bytes()
+        tokenizer = FileTokenizer(folder.resolve().name, content, eot)
+    except Exception as error:  # `tokenizers` raises plain Exceptions
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(
-            f"{folder}: cannot be read as a tokenizer ({type(error).__name__}: {first_line(error)}); it needs the "
-            f"library tokenizers, {TOKENIZER_FILE} and config.json with eos_token_id, which ends a document"
+            f"{folder}: cannot be read as a tokenizer ({reason}); it needs the library tokenizers, "
+            f"{TOKENIZER_FILE} and config.json with eos_token_id, which ends a document"
         ) from error
     if type(eot) is not int or not 0 <= eot < tokenizer.vocab_size:
         raise DataError(
@@ -171,17 +179,16 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
 
 
 Tokenizer = ByteTokenizer | GPT2Tokenizer | FileTokenizer
-# those that need no file of the user's
-TOKENIZERS = {kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)}
+TOKENIZERS = {"bytes": ByteTokenizer, "gpt2": GPT2Tokenizer}  # the others are files of the user
 
 
 def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
-    """The tokenizer called `name`, or in the folder `name`.
+    """The tokenizer called `name`, or the one in the folder `name`.
 
-    `ranks` is GPT-2's BPE file; others ignore it.
+    `ranks` is GPT-2's BPE file; other tokenizers ignore it.
 
-    Raises DataError if the name is unknown, or the BPE file is missing and unreachable, or has
-    another sha256.
+    Raises DataError if the name is unknown, or the BPE file is missing and unreachable, or its
+    sha256 is wrong.
     """
     if name == ByteTokenizer.name:
         return ByteTokenizer()
@@ -194,81 +201,91 @@ def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
 
 
 def identity(tokenizer: Tokenizer | type[ByteTokenizer | GPT2Tokenizer]) -> dict:
-    """What meta.json says about a tokenizer."""
+    """The identity of a tokenizer as in meta.json."""
     return {key: getattr(tokenizer, key) for key in ("name", "hash", "vocab_size", "eot")}
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes of each token by id; without end-of-text where that is the last id, else b"" for special tokens."""
+    """The bytes of each token by id.
+
+    bytes and gpt2: without end-of-text, the last id. Others: b"" for end-of-text and special tokens.
+    """
     if isinstance(tokenizer, ByteTokenizer):
         return [bytes([i]) for i in range(256)]
     if isinstance(tokenizer, GPT2Tokenizer):
         return [tokenizer.bpe.decode_single_token_bytes(i) for i in range(tokenizer.eot)]
-    of_bytes = "ByteLevel" in str(json.loads(tokenizer.files[TOKENIZER_FILE])["decoder"])
-    special = {
-        i for i, token in tokenizer.file.get_added_tokens_decoder().items() if token.special
-    } | {tokenizer.eot}
-    texts = [
-        "" if i in special else tokenizer.file.id_to_token(i) or ""
-        for i in range(tokenizer.vocab_size)
-    ]
-    return [_bytes_of_token(text, of_bytes) for text in texts]
+    byte_level = "ByteLevel" in str(json.loads(tokenizer.files[TOKENIZER_FILE])["decoder"])
+    empty = {tokenizer.eot}
+    for i, token in tokenizer.file.get_added_tokens_decoder().items():
+        if token.special:
+            empty.add(i)
+    tokens = []
+    for i in range(tokenizer.vocab_size):
+        text = "" if i in empty else tokenizer.file.id_to_token(i)
+        tokens.append(_decode_token(text or "", byte_level))
+    return tokens
 
 
-def _bytes_of_token(text: str, of_bytes: bool) -> bytes:
-    """The bytes that a token of a tokenizer.json decodes to; `of_bytes`: each of its characters stands for one."""
-    if of_bytes and all(character in FROM_CHARACTERS for character in text):
+def _decode_token(text: str, byte_level: bool) -> bytes:
+    """The bytes of a token of a tokenizer.json.
+
+    With `byte_level` each character of its text stands for a byte, see `printable`.
+    """
+    if byte_level and all(character in FROM_CHARACTERS for character in text):
         return bytes(FROM_CHARACTERS[character] for character in text)
-    if match := re.fullmatch("<0x([0-9A-F]{2})>", text):  # a byte that has no other token
-        return bytes([int(match[1], 16)])
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", text)  # a byte without another token
+    if byte:
+        return bytes([int(byte[1], 16)])
     return text.replace("▁", " ").encode()
 
 
-SEEN = [
-    *range(ord("!"), ord("~") + 1),
-    *range(ord("¡"), ord("¬") + 1),
-    *range(ord("®"), ord("ÿ") + 1),
-]
-HIDDEN = [byte for byte in range(256) if byte not in SEEN]
-CHARACTERS = {byte: chr(byte) for byte in SEEN} | {
-    byte: chr(256 + i) for i, byte in enumerate(HIDDEN)
-}
+def _map_characters() -> dict[int, str]:
+    """GPT-2's visible character for each byte: itself in printable Latin-1, else from U+0100 on."""
+    characters = {}
+    hidden = 0
+    for byte in range(256):
+        if "!" <= chr(byte) <= "~" or "¡" <= chr(byte) <= "¬" or "®" <= chr(byte):
+            characters[byte] = chr(byte)
+        else:
+            characters[byte] = chr(256 + hidden)
+            hidden += 1
+    return characters
+
+
+CHARACTERS = _map_characters()
 FROM_CHARACTERS = {character: byte for byte, character in CHARACTERS.items()}
 
 
 def printable(token: bytes) -> str:
-    """Each byte as a visible character, as in GPT-2's files: printable Latin-1 unchanged, the others from U+0100 on."""
+    """The bytes of a token as visible characters, as GPT-2's files have them."""
     return "".join(CHARACTERS[byte] for byte in token)
 
 
 def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
-    """GPT-2's BPE file: the one given, else the one in tiktoken's cache, else tiktoken's download (r50k_base)."""
+    """GPT-2's BPE file: `ranks`, else the file in tiktoken's cache, else its download (r50k_base)."""
     import requests
     from tiktoken.load import read_file_cached
 
     cache = os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache")
-    cached = Path(cache, hashlib.sha1(RANKS_URL.encode()).hexdigest())  # tiktoken's own name for it
+    cached = Path(cache, hashlib.sha1(RANKS_URL.encode()).hexdigest())  # tiktoken's name for it
     path = Path(ranks) if ranks else cached
     try:
         if ranks or cached.is_file():
             data = path.read_bytes()
         else:
-            # tiktoken itself waits for a dead network forever
+            # tiktoken alone would wait for an unreachable network forever
             requests.head(RANKS_URL, timeout=5).raise_for_status()
             data = read_file_cached(RANKS_URL, RANKS_SHA256)
         actual = hashlib.sha256(data).hexdigest()
-        fault = (
-            f"not GPT-2's BPE file: sha256 {actual}, expected {RANKS_SHA256}"
-            if actual != RANKS_SHA256
-            else ""
-        )
+        if actual == RANKS_SHA256:
+            return data
+        fault = f"not GPT-2's BPE file: sha256 {actual}, expected {RANKS_SHA256}"
     except requests.RequestException as error:
-        data, fault = b"", f"no such file, and its download fails ({type(error).__name__})"
+        fault = f"no such file, and its download fails ({type(error).__name__})"
     except (OSError, ValueError) as error:
-        data, fault = b"", f"cannot read GPT-2's BPE file ({first_line(error)})"
-    if fault:
-        raise DataError(
-            f"{path}: {fault}. Prepare with --tokenizer bytes, which needs no file, or put GPT-2's BPE file there or "
-            f"into --bpe-ranks FILE: PyPI has it in {WHISPER}.tar.gz, whisper/assets/{RANKS_FILE}"
-        )
-    return data
+        fault = f"cannot read GPT-2's BPE file ({first_line(error)})"
+    raise DataError(
+        f"{path}: {fault}. Prepare with --tokenizer bytes, which needs no file, or put GPT-2's BPE "
+        f"file there or into --bpe-ranks FILE: PyPI has it in {WHISPER}.tar.gz, "
+        f"whisper/assets/{RANKS_FILE}"
+    )

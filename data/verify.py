@@ -1,9 +1,9 @@
-"""Read complete data sets and check all that can be checked.
+"""Read data sets completely and check them.
 
     python -m data.verify NAME ...
 
-Lengths and sha256 of all shards, every id below the vocabulary's end, as many end-of-text tokens as
-documents; prints the set's numbers and how the two splits begin.
+Checks lengths and sha256 of all shards, that every id is in the vocabulary, and that there are as
+many end-of-text tokens as documents. Prints the set's numbers and the start of both splits.
 """
 
 import os
@@ -36,9 +36,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def verify_dataset(folder: Path) -> str:
-    """A description of the set in `folder`.
+    """Check the set in `folder` and describe it.
 
-    Raises DataError naming a shard of wrong length, else all faults.
+    Raises DataError that names the first shard of wrong length, or else all faults.
     """
     meta = bins.read_meta(folder)
     bins.check_lengths(folder, meta)
@@ -55,21 +55,18 @@ def verify_dataset(folder: Path) -> str:
             for shard, (_, shard_faults) in zip(split.files, scans, strict=True):
                 faults += [f"{shard.name}: {fault}" for fault in shard_faults]
             ends = sum(count for count, _ in scans)
-            between = meta.source.get("split") == "ends"  # see encode.py: none after the last
-            if ends != split.documents - between:
-                faults.append(
-                    f"{name}: {ends:,} end-of-text tokens, meta.json says {split.documents:,} documents"
-                )
+            expected = split.documents
+            if meta.source.get("split") == "ends":  # see encode.py: none after the last document
+                expected -= 1
+            if ends != expected:
+                documents = f"meta.json says {split.documents:,} documents"
+                faults.append(f"{name}: {ends:,} end-of-text tokens, {documents}")
     if faults:
-        raise DataError(
-            "\n  ".join(
-                [f"{folder} is damaged:", *faults, f"Prepare it again: {meta.prepare} --force"]
-            )
-        )
+        remedy = f"Prepare it again: {meta.prepare} --force"
+        raise DataError("\n  ".join([f"{folder} is damaged:", *faults, remedy]))
     tokenizer = bins.open_tokenizer(folder)
-    lines = [
-        f"{bins.describe_set(meta, folder)}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"
-    ]
+    description = bins.describe_set(meta, folder)
+    lines = [f"{description}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]
     for name in meta.splits:
         tokens = bins.open_tokens(folder, name)
         text = tokenizer.decode(tokens.read(0, min(SAMPLE_TOKENS, len(tokens))).tolist())

@@ -1,4 +1,7 @@
-"""Tokenizing documents in worker processes, in their order: neither the batches nor the workers change the result."""
+"""Tokenize documents in worker processes, in their order.
+
+The result does not depend on the batches or on the number of workers.
+"""
 
 import multiprocessing
 import os
@@ -15,23 +18,25 @@ from data import DataError
 from data.encode import Encoded, Encoder
 from data.readers import Input, Raw, read_documents
 
-BATCH_BYTES = 2**23  # of raw documents that a worker takes at once; about a second of work
+BATCH_BYTES = 2**23  # of raw documents in a worker's batch; about a second of work (not measured)
 
 
 class Position(NamedTuple):
-    """Where reading stands in a list of inputs."""
+    """The position of reading in a list of inputs."""
 
-    files: int = 0  # read completely
-    documents: int = 0  # read of the next file
+    files: int = 0  # inputs that are read completely
+    documents: int = 0  # documents of the next input that are read
 
 
 def encode_inputs(
     inputs: list[Input], encoder: Encoder, workers: int, start: Position
 ) -> Generator[tuple[Encoded, Position, int], None, None]:
-    """Tokenize all documents of `inputs` from `start` on, in `workers` processes; 1 means in a thread of this one.
+    """Tokenize all documents of `inputs` from `start` on, in `workers` processes.
+
+    One worker is a thread of this process.
 
     Yields:
-        (ids of the next documents, the position after them, bytes of `inputs` read up to there).
+        (ids of the next documents, the position after them, bytes of `inputs` read so far).
 
     Raises:
         DataError: a bad file or document, or a worker process died.
@@ -39,7 +44,7 @@ def encode_inputs(
     pool: Executor
     if workers == 1:
         pool = ThreadPoolExecutor(1, initializer=_start_worker, initargs=(encoder,))
-    else:  # spawn, not fork: this process has threads of pyarrow's and the hub's libraries
+    else:  # spawn, not fork: pyarrow and the hub's libraries have started threads
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,))
     pending: deque[tuple[Future[Encoded], Position, int]] = deque()
@@ -61,38 +66,45 @@ def encode_inputs(
 def cut_batches(
     inputs: list[Input], text_field: str, start: Position
 ) -> Iterator[tuple[list[Raw], Position, int]]:
-    """(documents of BATCH_BYTES or a little more, the position after them, bytes of `inputs` up to there), in order."""
-    documents: list[Raw] = []
-    size, before = 0, sum(file.size for file in inputs[: start.files])
-    for number, file in enumerate(inputs[start.files :], start.files):
-        skipped = start.documents if number == start.files else 0
-        for count, raw in enumerate(
-            islice(read_documents(file, text_field), skipped, None), skipped + 1
-        ):
-            documents.append(raw)
-            size += len(raw.data)
-            if size >= BATCH_BYTES:
-                yield documents, Position(number, count), before + raw.done
-                documents, size = [], 0
-        before += file.size
-    yield documents, Position(len(inputs)), before
+    """Cut documents into batches of BATCH_BYTES or a little more.
+
+    Yields:
+        (documents, the position after them, bytes of `inputs` read so far).
+    """
+    batch: list[Raw] = []
+    batch_bytes = 0
+    read_bytes = sum(file.size for file in inputs[: start.files])  # of complete files
+    for number in range(start.files, len(inputs)):
+        file = inputs[number]
+        documents = enumerate(read_documents(file, text_field), start=1)
+        if number == start.files:
+            documents = islice(documents, start.documents, None)
+        for count, raw in documents:
+            batch.append(raw)
+            batch_bytes += len(raw.data)
+            if batch_bytes >= BATCH_BYTES:
+                yield batch, Position(number, count), read_bytes + raw.done
+                batch = []
+                batch_bytes = 0
+        read_bytes += file.size
+    yield batch, Position(len(inputs)), read_bytes
 
 
-_encoder: Encoder  # of a worker
+_encoder: Encoder  # a global of each worker process
 
 
 def _start_worker(encoder: Encoder) -> None:
     global _encoder
     _encoder = encoder
-    if threading.current_thread() is threading.main_thread():  # a process of its own
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if threading.current_thread() is threading.main_thread():  # this worker is a process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
         threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 
 def _leave_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()  # returns when the parent is killed, too
+    parent.join()  # also returns when the parent is killed
     os._exit(1)
 
 

@@ -43,14 +43,14 @@ class Writer(AbstractContextManager["Writer"]):
     """
 
     def __init__(
-        self, folder: str | Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
+        self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
     ) -> None:
         if tokenizer.vocab_size > 2**16:
             raise DataError(
                 f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids; "
                 f"uint16 shards hold 65536"
             )
-        self.folder = Path(folder)
+        self.folder = folder
         self.partial = partial_folder(folder)
         self.tokenizer = tokenizer
         refuse_foreign_files(self.folder)
