@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import short_path
 from data import DataError
-from data.bins import Meta, Tokens, check_dataset, describe_set, fingerprint, read_meta, sha256_of
+from data.bins import Meta, Tokens, check_dataset, fingerprint, read_meta, sha256_of
 
 SHARE_SUM = 2**30  # the sum of all shares; the product of two shares fits an int64
 
@@ -168,18 +167,3 @@ def split_windows(count: int, weights: Sequence[float], limits: Sequence[int]) -
 def list_sets(folder: Path) -> list[str]:
     """Names of the complete sets in a folder."""
     return sorted(meta.parent.name for meta in folder.glob("*/meta.json"))
-
-
-def describe_sets(folder: Path) -> str:
-    """The prepared sets in a folder as text, a line each with its tokenizer and size."""
-    lines = []
-    for name in list_sets(folder):
-        try:
-            meta = read_meta(folder / name)
-            tokenizer = meta.tokenizer["name"]
-            lines.append(f"    {name}: tokenizer {tokenizer}, {describe_set(meta, folder / name)}")
-        except DataError as error:
-            lines.append(f"    {name}: {error}")
-    if not lines:
-        lines.append("    none")
-    return "\n".join([f"prepared sets in {short_path(folder)}:", *lines])

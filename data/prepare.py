@@ -38,7 +38,6 @@ from data.bins import (
     read_meta,
 )
 from data.encode import Encoded, Encoder, choose_split, explain_empty_split, validation_inputs
-from data.mixture import describe_sets
 from data.readers import Input
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
 from data.tokenizer import load_tokenizer
@@ -57,7 +56,6 @@ END_BYTES = 2**20  # at each end of a large input are hashed
 WORKER_BYTES = 2**25  # of input for each worker; one for less is not worth its start (not measured)
 SAVE_BYTES = 2**26  # of input between two records of progress (not measured)
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # what a set may be called
-COUNTS = {"empty", "bad", "links"}  # keys of meta.json's `source`: documents that were left out
 
 
 @command
@@ -66,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_arguments(argv)
     if args.list:
-        print(f"{describe_sources()}\n\n{describe_sets(args.out)}")
+        print(describe_sources())
         return 0
     recorded = [argument for argument in argv if argument != "--force"]
     try:
@@ -91,7 +89,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add(
         "--list",
         action="store_true",
-        help="print the corpora with sources, sizes and licences; the sets in --out",
+        help="print the corpora with sources, sizes and licences",
     )
     add("--config", help="variant of a corpus (see --list; default: the first)")
     add(
@@ -317,11 +315,6 @@ def _tokenize(
 ) -> Progress:
     """Write the documents of `inputs`, from where an earlier process stopped; returns the end."""
     progress = resume_progress(writer.partial, provenance, args.force)
-    if progress.bad and not args.skip_bad:
-        lacks = f"lacks {plural(progress.bad, 'bad document')}"
-        raise DataError(
-            f"{writer.partial} was begun with --skip-bad and {lacks}: add --skip-bad, or remove it"
-        )
     writer.resume(progress.splits)
     total_bytes = sum(file.size for file in inputs)
     workers = min(args.workers, 1 + total_bytes // WORKER_BYTES)
@@ -411,20 +404,14 @@ def _check_existing(folder: Path, provenance: dict, args: argparse.Namespace) ->
     that no longer exist are not compared.
     """
     meta = read_meta(folder)
-    now = provenance | {"tokenizer": args.tokenizer}
+    now = provenance | {"config": args.config, "tokenizer": args.tokenizer}
     if args.revision:
         now["revision"] = args.revision
     if not _reads_hub(args) and all(os.path.exists(path) for path in args.source):
         now["inputs"] = hash_inputs(_list_local_inputs(args))
     if args.val_source and all(os.path.exists(path) for path in args.val_source):
         now["val_inputs"] = hash_inputs(local_inputs(map(Path, args.val_source)))
-    unknown = {*COUNTS, "split", "inputs", "revision"}  # unless they are in `now`
-    if args.val_source:
-        unknown.add("val_inputs")
-    recorded = {}
-    for key, value in meta.source.items():
-        if key in now or key not in unknown:
-            recorded[key] = value
+    recorded = {key: meta.source.get(key) for key in now}
     changes = describe_changes(recorded, now)
     if changes:
         raise DataError(
