@@ -1,29 +1,30 @@
-"""What the experts of a trained run do, layer by layer, over fixed validation windows.
+"""Measure what the experts of a trained run do, layer by layer, over fixed validation windows.
 
-    python -m eval.routing runs/quickstart-kern                                   loads, pairs, tokens
-    python -m eval.routing runs/quickstart-kern --other runs/quickstart-softmax   and where two runs agree
-    python -m eval.routing runs/quickstart-kern --other-checkpoint 500            or two checkpoints of one run
-    python -m eval.routing runs/quickstart-softmax --trace FILE.npz               each token's experts and gates
-    python -m eval.routing runs/quickstart-kern --replay FILE.npz                 the loss with those experts
-    python -m eval.routing runs/quickstart-kern --text "for i in range(3):"       experts and gates of each token
+    python -m eval.routing runs/A                              loads, pairs, tokens
+    python -m eval.routing runs/A --other runs/B               and where two runs agree
+    python -m eval.routing runs/A --other-checkpoint 500       or two checkpoints of one run
+    python -m eval.routing runs/A --trace FILE.npz             each token's experts and gates
+    python -m eval.routing runs/B --replay FILE.npz            B's loss with those experts
+    python -m eval.routing runs/A --text "for i in range(3):"  experts and gates of each token
 
-Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two),
-replacing that of an earlier call; `python -m scripts.draw FILE` draws the loads. Computed in
+Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two runs).
+An earlier file there is replaced; `python -m scripts.draw FILE` draws the loads. Computed in
 float32. A comparison needs requirements-report.txt.
 
-Co-activation, vocabulary specialization and router saturation are those of OLMoE (arXiv 2409.02060,
-Sec. 5). The chance level is measured too: everything is counted a second time with each token's
-choices taken from another token of another window. That keeps how often each token and each expert
-occurs, and removes how they are related.
+Co-activation, vocabulary specialization and router saturation follow OLMoE (arXiv 2409.02060,
+Sec. 5). Each has a chance level beside it, counted with expert choices shuffled across windows. The
+shuffle keeps how often each token and each expert occurs, and removes how they are related.
 
-Shapes: N tokens, E experts, K chosen per token, U tokens of the vocabulary that are common enough
-to be counted one by one.
+Shapes: B windows of T tokens, N = B·T tokens, E experts, K chosen per token, U common tokens of the
+vocabulary, counted one by one.
 """
 
 import argparse
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from common.files import write_atomic
 from common.progress import progress_bar
 from common.text import text_table
 from configure.schema import select_model_keys
-from data.loader import choose_validation, windows
+from data.loader import Validation, choose_validation, windows
 from data.tokenizer import Tokenizer
 from eval.generation import begin_document
 from eval.traces import read_trace, record_decisions, trace_windows, write_trace
@@ -52,14 +53,11 @@ from eval.trained import (
 from model import GPT
 from router import Routing, find_spec
 
-MIN_COUNT = 10  # rarer tokens say little about where such tokens go
-# approximate; at least two windows, since chance takes choices from another window of the batch
+MIN_COUNT = 10  # occurrences; the choices of a rarer token are mostly noise (not measured)
+# Approximate. A batch has at least two windows: the baseline shuffles choices across them.
 BATCH_TOKENS = 4096
-SHOWN = 8  # tokens per expert
-# Nats per token: a trace's, of a model with its experts, with its own.
-LOSSES = ("source_loss", "replayed_loss", "loss")
-
-Described = dict[str, Any]
+SHOWN = 8  # tokens per expert in routing.json
+WINDOWS = 64  # read unless --windows says otherwise
 
 
 class LayerCounts:
@@ -68,59 +66,96 @@ class LayerCounts:
     Attributes:
         tokens: N.
         together: (E, E) int64, tokens that chose both experts; the diagonal holds the loads.
-        by_token: (2, U + 1, E) int32, choices by [measured, by chance], token, expert. The last row
+        by_token: (2, U + 1, E) int32, choices by [measured, shuffled], token, expert. The last row
             of tokens holds all rare ones.
         agreement: (2, E, E) int64, tokens that chose expert i here and j in the other model,
-            [measured, by chance].
-        entropy: summed over tokens, nats.
-        zero_gates: gates that are exactly 0.
+            [measured, shuffled].
+        entropy: () fp64, summed over tokens, nats.
+        zero_gates: () int64, gates that are exactly 0.
     """
 
     def __init__(self, n_expert: int, n_rows: int, device: torch.device) -> None:
         self.tokens = 0
-        self.together = torch.zeros(n_expert, n_expert, dtype=torch.int64, device=device)
-        self.by_token = torch.zeros(2, n_rows, n_expert, dtype=torch.int32, device=device)
-        self.agreement = torch.zeros(2, n_expert, n_expert, dtype=torch.int64, device=device)
-        self.entropy = torch.zeros((), dtype=torch.float64, device=device)
-        self.zero_gates = torch.zeros((), dtype=torch.int64, device=device)
+        zeros = partial(torch.zeros, dtype=torch.int64, device=device)
+        self.together = zeros(n_expert, n_expert)
+        self.by_token = zeros(2, n_rows, n_expert, dtype=torch.int32)
+        self.agreement = zeros(2, n_expert, n_expert)
+        self.entropy = zeros((), dtype=torch.float64)
+        self.zero_gates = zeros(())
 
     def add(self, routing: Routing, rows: Tensor, other: Routing | None = None) -> None:
-        """Add the routing of B windows of T tokens, N = B·T, and the other model's routing of the same windows.
+        """Add the routing of B windows, and the other model's routing of the same windows.
 
-        `rows` (B, T) int64 has each token's row in `by_token`.
+        Args:
+            routing: for N = B·T tokens.
+            rows: (B, T) int64, each token's row in `by_token`.
+            other: for the same tokens.
         """
         N, E = routing.scores.shape
+        experts = routing.experts  # (N, K)
         self.tokens += N
-        self.together += count_pairs(routing.experts, routing.experts, E)
+        self.together += count_pairs(experts, experts, E)
         self.entropy += N * entropy(token_distribution(routing))
         self.zero_gates += (routing.weights == 0).sum()
-        for table, places in zip(self.by_token, (rows, shuffled_baseline(rows)), strict=True):
-            cells = places.flatten()[:, None] * E + routing.experts  # (N, K)
-            table += expert_loads(cells, table.numel()).view_as(table)
+        self._add_tokens(0, rows, experts)
+        self._add_tokens(1, shuffled_baseline(rows), experts)
         if other is not None:
-            theirs = other.experts.view(*rows.shape, -1)  # (B, T, K)
-            for counts, chosen in zip(
-                self.agreement, (theirs, shuffled_baseline(theirs)), strict=True
-            ):
-                counts += count_pairs(routing.experts, chosen.flatten(0, 1), E)
+            shuffled = shuffled_baseline(other.experts.view(*rows.shape, -1))  # (B, T, K)
+            self.agreement[0] += count_pairs(experts, other.experts, E)
+            self.agreement[1] += count_pairs(experts, shuffled.flatten(0, 1), E)
+
+    def _add_tokens(self, table: int, rows: Tensor, experts: Tensor) -> None:
+        """Count experts (N, K) under the rows (B, T) of their tokens."""
+        n_rows, E = self.by_token[table].shape
+        cells = rows.flatten()[:, None] * E + experts  # (N, K)
+        self.by_token[table] += expert_loads(cells, n_rows * E).view(n_rows, E)
+
+
+@dataclass
+class LayerReport:
+    """A layer's entry of routing.json.
+
+    Fields that end in `_by_chance` are counted with shuffled choices.
+    """
+
+    layer: int
+    loads: list[int]  # (E,) tokens that chose each expert
+    load_imbalance: float  # highest load over mean load
+    dead_experts: int
+    load_entropy: float  # of the loads, nats
+    entropy: float  # of a token's normalised scores, nats, mean over tokens
+    zero_gates: float  # share of gates that are exactly 0
+    strongest_partner: float  # see `mean_strongest`
+    strongest_partner_by_chance: float
+    vocabulary: float  # share of a token's occurrences that its most frequent expert has, mean
+    vocabulary_by_chance: float
+    experts: list[dict[str, Any]]  # (E,) divergence from the text in nats, and typical tokens
 
 
 def count_pairs(mine: Tensor, theirs: Tensor, n_expert: int) -> Tensor:
-    """(N, K) chosen experts of the same tokens, twice, N < 2²⁴ -> (E, E) int64, the tokens that chose i and j."""
-    one, other = (
-        torch.zeros(len(e), n_expert, device=e.device).scatter_(1, e, 1) for e in (mine, theirs)
-    )
-    return (one.T @ other).long()
+    """Count the tokens that chose expert i in `mine` and j in `theirs`.
+
+    Args:
+        mine: (N, K) int64, chosen experts, N < 2²⁴: the counts are exact in float32.
+        theirs: (N, K) int64, of the same tokens.
+        n_expert: E.
+
+    Returns:
+        (E, E) int64.
+    """
+    chose_mine = torch.zeros(len(mine), n_expert, device=mine.device).scatter_(1, mine, 1)
+    chose_theirs = torch.zeros(len(theirs), n_expert, device=mine.device).scatter_(1, theirs, 1)
+    return (chose_mine.T @ chose_theirs).long()
 
 
 def shuffled_baseline(x: Tensor) -> Tensor:
-    """(B, T, ...) -> the same values, each moved to another window and, in all windows alike, to another position."""
+    """Move each value of x (B, T, ...) to the next window and to a permuted position."""
     order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(1))
     return x.roll(1, 0)[:, order.to(x.device)]
 
 
 def record_routing(model: GPT, idx: Tensor) -> list[Routing]:
-    """Run tokens `idx` (B, T) through the model and return what the router of each layer decides."""
+    """Run tokens `idx` (B, T) through the model; return the decisions of each layer's router."""
     with record_decisions(model) as decisions:
         model.hidden(idx)
     return decisions
@@ -128,7 +163,7 @@ def record_routing(model: GPT, idx: Tensor) -> list[Routing]:
 
 @torch.no_grad()
 def route_text(model: GPT, tokenizer: Tokenizer, text: str) -> tuple[list[str], Tensor, Tensor]:
-    """Run a text, the beginning of a document, through a model.
+    """Run a text, read as the start of a document, through a model.
 
     Returns:
         Its T tokens; the experts that each of L layers with experts chooses for them (L, T, K)
@@ -141,6 +176,7 @@ def route_text(model: GPT, tokenizer: Tokenizer, text: str) -> tuple[list[str], 
     decisions = record_routing(model, torch.tensor([ids], device=model.head.device))
     if not decisions:
         raise ValueError("a dense model has no router: load a run with another model.router")
+    # the first token starts the document and is not of the text
     experts = torch.stack([layer.experts[1:] for layer in decisions])
     gates = torch.stack([layer.weights[1:] for layer in decisions])
     return [tokenizer.decode([i]) for i in ids[1:]], experts.cpu(), gates.cpu()
@@ -153,296 +189,385 @@ def count_routing(
     """Run windows `text` (W, T) int64, two or more, through a model and the one to compare it with.
 
     Returns:
-        The counts of each layer with experts; the ids (U,) of the tokens counted one by one, the
-        most common first; and how often each of them occurs (U,).
+        The counts of each layer with experts; the ids (U,) of the common tokens, the most common
+        first; and how often each of them occurs (U,).
 
     Raises:
         ValueError: no token occurs MIN_COUNT times.
     """
-    config, device = model.config, model.head.device
-    batches = np.array_split(text, max(1, min(len(text) // 2, text.size // BATCH_TOKENS)))
-    seen = np.bincount(text.ravel(), minlength=config.vocab_size)
-    ids = np.argsort(-seen, kind="stable")[: (seen >= MIN_COUNT).sum()]
-    if not len(ids):
+    config = model.config
+    device = model.head.device
+    occurrences = np.bincount(text.ravel(), minlength=config.vocab_size)
+    n_common = int((occurrences >= MIN_COUNT).sum())
+    if not n_common:
         raise ValueError(
-            f"no token occurs {MIN_COUNT} times among {seen.sum():,} tokens; raise --windows"
+            f"no token occurs {MIN_COUNT} times among {text.size:,} tokens; raise --windows"
         )
-    row_of = torch.full((len(seen),), len(ids))
-    row_of[torch.from_numpy(ids)] = torch.arange(len(ids))
-    n_layer = config.n_layer - config.n_dense_layer  # with experts
-    layers = [LayerCounts(config.n_expert, len(ids) + 1, device) for _ in range(n_layer)]
+    ids = np.argsort(-occurrences, kind="stable")[:n_common]
+    row_of_token = torch.full((len(occurrences),), n_common)  # the last row is for rare tokens
+    row_of_token[torch.from_numpy(ids)] = torch.arange(n_common)
+
+    layers = []
+    for _ in range(config.n_layer - config.n_dense_layer):
+        layers.append(LayerCounts(config.n_expert, n_common + 1, device))
+    n_batches = max(1, min(len(text) // 2, text.size // BATCH_TOKENS))
+    batches = np.array_split(text, n_batches)
     for batch in progress_bar(iterable=batches, desc="windows", leave=False):
         idx = torch.from_numpy(batch)
+        rows = row_of_token[idx].to(device)
         mine = record_routing(model, idx.to(device))
-        theirs = record_routing(other, idx.to(device)) if other else [None] * len(mine)
-        for counts, routing, others in zip(layers, mine, theirs, strict=True):
-            counts.add(routing, row_of[idx].to(device), others)
-    return layers, ids, seen[ids]
+        theirs: Sequence[Routing | None] = [None] * len(mine)
+        if other is not None:
+            theirs = record_routing(other, idx.to(device))
+        for counts, routing, other_routing in zip(layers, mine, theirs, strict=True):
+            counts.add(routing, rows, other_routing)
+    return layers, ids, occurrences[ids]
 
 
 def mean_strongest(shares: np.ndarray) -> float:
-    """Mean over experts of the largest share (E, E) of an expert's tokens that chose another one too: co-activation.
+    """Measure co-activation: the share of an expert's tokens that its most frequent partner has.
 
-    Experts without tokens, whose shares are all 0, do not count.
+    Args:
+        shares: (E, E), share of expert i's tokens that chose j too. The row of an expert without
+            tokens is 0.
+
+    Returns:
+        The mean over experts with tokens.
     """
-    largest = np.where(np.eye(len(shares), dtype=bool), 0, shares).max(1)
-    return float(largest[shares.any(1)].mean())
+    of_partners = np.where(np.eye(len(shares), dtype=bool), 0, shares)
+    return float(of_partners.max(1)[shares.any(1)].mean())
 
 
-def divergence_from_text(rows: np.ndarray) -> np.ndarray:
-    """Choices by token (U + 1, E) -> (E,) nats, KL divergence of an expert's tokens from the tokens of the text.
+def divergence_from_text(choices: np.ndarray) -> np.ndarray:
+    """Compute the KL divergence of each expert's tokens from the tokens of the text.
 
-    Σ_x P(x|e) ln(P(x|e) / P(x)); 0 for an expert without tokens.
+    Args:
+        choices: (U + 1, E), how often each token chose each expert.
+
+    Returns:
+        (E,) nats, Σ_x P(x|e) ln(P(x|e) / P(x)); 0 for an expert without tokens.
     """
-    of_expert, of_text = rows / np.maximum(rows.sum(0), 1), rows.sum(1, keepdims=True) / rows.sum()
-    ratio = of_expert / np.maximum(of_text, 1e-300)  # 0 for a token that does not occur
-    return (of_expert * np.log(np.where(ratio > 0, ratio, 1))).sum(0)
+    p_of_expert = choices / np.maximum(choices.sum(0), 1)  # (U + 1, E)
+    p_of_text = choices.sum(1, keepdims=True) / choices.sum()  # (U + 1, 1)
+    ratio = p_of_expert / np.maximum(p_of_text, 1e-300)  # 0 for a token that does not occur
+    log_ratio = np.log(np.where(ratio > 0, ratio, 1))
+    return (p_of_expert * log_ratio).sum(0)
 
 
-def compare_choices(agreement: np.ndarray, top_k: int) -> Described:
-    """Agreement of two models in one layer, from (2, E, E) tokens that chose i and j, measured and by chance.
+def compare_choices(agreement: np.ndarray, top_k: int) -> dict[str, float]:
+    """Measure how far two models agree in one layer.
 
-    `same_number` is the share of a token's experts with equal numbers in both; `matched` the same
-    after the best one-to-one renumbering of the other model's experts.
+    Args:
+        agreement: (2, E, E), tokens that chose i and j, [measured, shuffled].
+        top_k: K.
+
+    Returns:
+        `same_number`, the share of a token's experts with equal numbers in both; `matched`, the
+        same after the best one-to-one renumbering of the other model's experts; and both with
+        `_by_chance`.
     """
     from scipy.optimize import linear_sum_assignment
 
-    layer: Described = {}
+    shares = {}
     for counts, suffix in zip(agreement, ("", "_by_chance"), strict=True):
-        layer[f"same_number{suffix}"] = float(counts.trace() * top_k / counts.sum())
+        pairs = counts.sum()  # K² per token
         matched = counts[linear_sum_assignment(counts, maximize=True)]
-        layer[f"matched{suffix}"] = float(matched.sum() * top_k / counts.sum())
-    return layer
+        shares[f"same_number{suffix}"] = float(counts.trace() * top_k / pairs)
+        shares[f"matched{suffix}"] = float(matched.sum() * top_k / pairs)
+    return shares
 
 
 def describe_layer(
-    counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, tokenizer: Tokenizer
-) -> Described:
-    """The layer's entry of routing.json; `ids` and `seen` (U,) as `count_routing` returns them."""
-    together, N = counts.together.cpu().numpy(), counts.tokens
-    by_token, by_chance = counts.by_token.cpu().numpy()  # (U + 1, E) each
+    layer: int, counts: LayerCounts, ids: np.ndarray, occurrences: np.ndarray, tokenizer: Tokenizer
+) -> LayerReport:
+    """Turn a layer's counts into measures; see `count_routing` for `ids` and `occurrences`."""
+    N = counts.tokens
+    together = counts.together.cpu().numpy()
     loads = together.diagonal()
-    layer: Described = {
-        "loads": loads,
-        "load_imbalance": loads.max() / loads.mean(),
-        "dead_experts": (loads == 0).sum(),
-        "load_entropy": torch.special.entr(torch.from_numpy(loads / loads.sum())).sum().item(),
-        "entropy": counts.entropy.item() / N,
-        "zero_gates": counts.zero_gates.item() / loads.sum(),
-        "strongest_partner": mean_strongest(together / np.maximum(loads, 1)[:, None]),
-        "strongest_partner_by_chance": mean_strongest(np.broadcast_to(loads / N, together.shape)),
-        # a token's share in its most frequent expert
-        "vocabulary": (by_token[:-1].max(1) / seen).mean(),
-        "vocabulary_by_chance": (by_chance[:-1].max(1) / seen).mean(),
-    }
-    # (E, 2)
-    nats = np.stack([divergence_from_text(by_token), divergence_from_text(by_chance)], 1).tolist()
-    layer["experts"] = [
-        {
-            "nats": own,
-            "nats_by_chance": chance,
-            "tokens": find_tokens(chose, ids, seen, N, tokenizer),
-        }
-        for (own, chance), chose in zip(nats, by_token.T, strict=True)
-    ]
-    return json.loads(json.dumps(layer, default=lambda array: array.tolist()))  # no NumPy types
+    by_token, by_chance = counts.by_token.cpu().numpy()  # (U + 1, E) each
+    nats = divergence_from_text(by_token).tolist()
+    nats_by_chance = divergence_from_text(by_chance).tolist()
+    experts = []
+    for expert, choices in enumerate(by_token[:-1].T):
+        typical = find_tokens(choices, int(loads[expert]), ids, occurrences / N, tokenizer)
+        experts.append(
+            {"nats": nats[expert], "nats_by_chance": nats_by_chance[expert], "tokens": typical}
+        )
+    return LayerReport(
+        layer=layer,
+        loads=loads.tolist(),
+        load_imbalance=float(loads.max() / loads.mean()),
+        dead_experts=int((loads == 0).sum()),
+        load_entropy=torch.special.entr(torch.from_numpy(loads / loads.sum())).sum().item(),
+        entropy=counts.entropy.item() / N,
+        zero_gates=float(counts.zero_gates.item() / loads.sum()),
+        strongest_partner=mean_strongest(together / np.maximum(loads, 1)[:, None]),
+        strongest_partner_by_chance=mean_strongest(np.broadcast_to(loads / N, together.shape)),
+        vocabulary=float((by_token[:-1].max(1) / occurrences).mean()),
+        vocabulary_by_chance=float((by_chance[:-1].max(1) / occurrences).mean()),
+        experts=experts,
+    )
 
 
 def find_tokens(
-    chose: np.ndarray, ids: np.ndarray, seen: np.ndarray, N: int, tokenizer: Tokenizer
-) -> list[Described]:
-    """The tokens that add most to an expert's divergence from the text, from how often each `chose` it (U + 1,).
+    choices: np.ndarray, load: int, ids: np.ndarray, shares: np.ndarray, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Find the tokens that add most to an expert's divergence from the text.
 
-    `share` is of the expert's load, `lift` that over the token's share of the text.
+    Args:
+        choices: (U,), how often each common token chose the expert.
+        load: choices of all tokens.
+        ids: (U,) of the tokens.
+        shares: (U,) of each token in the text.
+        tokenizer: decodes ids.
+
+    Returns:
+        At most SHOWN tokens; `share` is the token's share of the load, `lift` the ratio to its
+        share of the text.
     """
-    chose, load = chose[:-1], max(1, chose.sum())
-    lift = chose / load / (seen / N)
-    gain = chose * np.log(np.maximum(lift, 1))
-    return [
-        {
-            "id": ids[row],
-            "text": tokenizer.decode([ids[row]]),
-            "share": chose[row] / load,
-            "lift": lift[row],
-        }
-        for row in np.argsort(-gain, kind="stable")[:SHOWN]
-        if gain[row] > 0
-    ]
+    share_of_load = choices / max(1, load)
+    lift = share_of_load / shares
+    gain = choices * np.log(np.maximum(lift, 1))
+    tokens = []
+    for row in np.argsort(-gain, kind="stable")[:SHOWN].tolist():
+        if gain[row] > 0:
+            token = int(ids[row])
+            share = float(share_of_load[row])
+            text = tokenizer.decode([token])
+            tokens.append({"id": token, "text": text, "share": share, "lift": float(lift[row])})
+    return tokens
 
 
-def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
-    """The run and, if asked for, the one to compare it with. Raises ValueError."""
+def load_models(args: argparse.Namespace) -> tuple[Trained, Trained | None, Tokenizer]:
+    """Load the run and, if asked for, the one to compare it with. Raises ValueError."""
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    models = [trained]
+    other = None
     if args.other or args.other_checkpoint is not None:
         require_packages("scipy")
-        models.append(
-            load_run(args.other or args.run, args.other_checkpoint, args.average, args.ema)[0]
-        )
-    for model in models:
-        name = model.config.run.name
-        if find_spec(model.config.model.router) is None:
-            raise ValueError(
-                f"{name} is dense and has no router; name a run with another model.router"
-            )
-        for key in select_model_keys("routing_shape"):
-            mine, theirs = getattr(trained.config.model, key), getattr(model.config.model, key)
-            if mine != theirs:
-                raise ValueError(
-                    f"{trained.config.run.name} and {name} cannot be compared: model.{key} is {mine} and {theirs}; "
-                    f"name a run with {mine}"
-                )
-        if trained.metadata["tokenizer"] != model.metadata["tokenizer"]:
-            raise ValueError(
-                f"{trained.config.run.name} and {name} have different tokenizers; name another run"
-            )
-    return models, tokenizer
+        folder = args.other or args.run
+        other, _ = load_run(folder, args.other_checkpoint, args.average, args.ema)
+    check_has_router(trained)
+    if other:
+        check_has_router(other)
+        check_comparable(trained, other)
+    return trained, other, tokenizer
 
 
-def open_text(trained: Trained, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, str]:
-    """The windows that --data and --windows ask for, inputs and targets (W, T), and the set's name."""
-    config, folders = trained.config, trained.config.data.folders
-    if args.data:
-        folders = [
-            Path(args.data) if Path(args.data).is_dir() else Path(config.data.dir, args.data)
-        ]
-    parts, T = [open_set(trained, folder, "val") for folder in folders], config.model.block_size
-    weights, name = (
-        ([1.0], str(folders[0]))
-        if len(parts) == 1
-        else ([*config.data.sets.values()], config.data.label)
-    )
-    count = 64 if args.windows is None else args.windows
-    chosen = choose_validation(parts, T, count, config.eval.spread, weights)
-    return *windows(chosen.tokens, chosen.windows, T), name
-
-
-def trace_routing(args: argparse.Namespace) -> None:
-    """Do what --trace or --replay asks for. Raises ValueError and OSError."""
-    if (
-        args.other
-        or args.other_checkpoint is not None
-        or (args.replay and (args.data or args.windows is not None))
-    ):
+def check_has_router(trained: Trained) -> None:
+    """Raise ValueError for a dense model."""
+    config = trained.config
+    if find_spec(config.model.router) is None:
         raise ValueError(
-            "--trace takes no --other, and --replay, whose text is the trace's, no --data or --windows"
+            f"{config.run.name} is dense and has no router; name a run with another model.router"
         )
-    (trained,), _ = load_models(args)
+
+
+def check_comparable(trained: Trained, other: Trained) -> None:
+    """Raise ValueError for models of different sizes or tokenizers."""
+    names = f"{trained.config.run.name} and {other.config.run.name}"
+    for key in select_model_keys("routing_shape"):
+        mine = getattr(trained.config.model, key)
+        theirs = getattr(other.config.model, key)
+        if mine != theirs:
+            raise ValueError(
+                f"{names} cannot be compared: model.{key} is {mine} and {theirs}; "
+                f"name a run with {mine}"
+            )
+    if trained.metadata["tokenizer"] != other.metadata["tokenizer"]:
+        raise ValueError(f"{names} have different tokenizers; name another run")
+
+
+def open_validation(trained: Trained, folders: Sequence[Path], count: int) -> Validation:
+    """Choose the `count` windows that training would validate on, of one set or of the mixture."""
+    config = trained.config
+    sets = [open_set(trained, folder, "val") for folder in folders]
+    weights = [1.0]
+    if len(sets) > 1:
+        weights = list(config.data.sets.values())
+    return choose_validation(sets, config.model.block_size, count, config.eval.spread, weights)
+
+
+def read_validation(
+    trained: Trained, args: argparse.Namespace
+) -> tuple[np.ndarray, np.ndarray, str]:
+    """Read the windows of --data and --windows: inputs and targets (W, T), and the set's name."""
+    config = trained.config
+    folders = config.data.folders
+    if args.data:
+        folder = Path(args.data)
+        if not folder.is_dir():
+            folder = Path(config.data.dir, args.data)
+        folders = [folder]
+    name = str(folders[0])
+    if len(folders) > 1:
+        name = config.data.label
+    count = WINDOWS if args.windows is None else args.windows
+    chosen = open_validation(trained, folders, count)
+    inputs, targets = windows(chosen.tokens, chosen.windows, config.model.block_size)
+    return inputs, targets, name
+
+
+def print_text(args: argparse.Namespace) -> None:
+    """Print the experts and gates of the tokens of --text."""
+    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
+    tokens, experts, gates = route_text(trained.model, tokenizer, args.text)
+    print(text_table(*tabulate_text(tokens, experts, gates)))
+
+
+def check_trace_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that --trace or --replay would ignore."""
+    compares = args.other or args.other_checkpoint is not None
+    names_text = args.data or args.windows is not None
+    if compares or (args.replay and names_text):
+        raise ValueError(
+            "--trace takes no --other, and --replay, whose text is the trace's, "
+            "no --data or --windows"
+        )
+
+
+def save_trace(args: argparse.Namespace) -> None:
+    """Write the file of --trace. Raises ValueError and OSError."""
+    check_trace_arguments(args)
+    trained, _, _ = load_models(args)
     trained.model.to(pick_device(args))
-    if args.trace:
-        inputs, targets, data = open_text(trained, args)
-        write_trace(args.trace, trained, np.concatenate([inputs, targets[:, -1:]], 1))
-        return print(f"{args.trace}: {inputs.size:,} tokens of {data}")
-    trace, run = read_trace(args.replay, trained), trained.config.run.name
+    inputs, targets, data = read_validation(trained, args)
+    write_trace(args.trace, trained, np.concatenate([inputs, targets[:, -1:]], 1))
+    print(f"{args.trace}: {inputs.size:,} tokens of {data}")
+
+
+def replay_trace(args: argparse.Namespace) -> None:
+    """Score the run with the experts of --replay and with its own; print and write the losses.
+
+    Raises ValueError and OSError.
+    """
+    check_trace_arguments(args)
+    trained, _, _ = load_models(args)
+    trained.model.to(pick_device(args))
+    trace = read_trace(args.replay, trained)
     own = trace_windows(trained.model, trace["tokens"])
     replayed = trace_windows(trained.model, trace["tokens"], trace["experts"])
-    same = (own["experts"][..., None] == trace["experts"][..., None, :]).any(-1).mean()
-    report = {"source": str(trace["source"]), "same_choice": float(same)}
-    report |= {
-        key: float(part["losses"].mean())
-        for key, part in zip(LOSSES, (trace, replayed, own), strict=True)
+    same = own["experts"][..., None] == trace["experts"][..., None, :]  # (L, N, K, K)
+    same_choice = float(same.any(-1).mean())
+    report = {
+        "source": str(trace["source"]),
+        "same_choice": same_choice,
+        "source_loss": float(trace["losses"].mean()),  # nats per token, as the two below
+        "replayed_loss": float(replayed["losses"].mean()),
+        "loss": float(own["losses"].mean()),
     }
     folder = args.run / "eval" / trained.label
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / f"replay-{args.replay.stem}.json", json.dumps(report) + "\n")
-    names = (
-        report["source"],
-        f"{run} with those experts",
-        f"{run} with its own, {same:.0%} of them the same",
-    )
-    print(
-        "\n".join(
-            f"loss {report[key]:.4f}  {name}" for key, name in zip(LOSSES, names, strict=True)
-        )
-    )
+    run = trained.config.run.name
+    print(f"loss {report['source_loss']:.4f}  {report['source']}")
+    print(f"loss {report['replayed_loss']:.4f}  {run} with those experts")
+    print(f"loss {report['loss']:.4f}  {run} with its own, {same_choice:.0%} of them the same")
 
 
-def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
-    """The content of routing.json, and the folder it belongs in. Raises ValueError and OSError."""
+def print_tables(args: argparse.Namespace) -> None:
+    """Measure the run, and its agreement with another; print tables and write routing.json.
+
+    Raises ValueError and OSError.
+    """
     device = pick_device(args)
-    models, tokenizer = load_models(args)
-    trained, *others = models
-    config = trained.config
-    text, _, data = open_text(trained, args)
+    trained, other, tokenizer = load_models(args)
+    text, _, data = read_validation(trained, args)
     if len(text) < 2:
         raise ValueError(
             f"{data}: {len(text)} window, chance needs two; raise --windows or name a larger set"
         )
-    layers, ids, seen = count_routing(*(model.model.to(device) for model in models), text=text)
-    numbered = list(enumerate(layers, config.model.n_dense_layer))
-    report: Described = {
-        "run": config.run.name,
+    other_model = None
+    if other:
+        other_model = other.model.to(device)
+    counts, ids, occurrences = count_routing(trained.model.to(device), other_model, text=text)
+
+    model = trained.config.model
+    layers = []
+    for number, layer in enumerate(counts, model.n_dense_layer):
+        layers.append(describe_layer(number, layer, ids, occurrences, tokenizer))
+    report: dict[str, Any] = {
+        "run": trained.config.run.name,
         "step": trained.step,
         "mean": trained.mean,
         "data": data,
+        "router": model.router,
+        "top_k": model.top_k,
+        "windows": len(text),
+        "tokens": counts[0].tokens,
+        "min_count": MIN_COUNT,
+        "layers": [asdict(layer) for layer in layers],
     }
-    report |= {"router": config.model.router, "top_k": config.model.top_k, "windows": len(text)}
-    report |= {"tokens": layers[0].tokens, "min_count": MIN_COUNT}
-    report["layers"] = [
-        {"layer": n} | describe_layer(layer, ids, seen, tokenizer) for n, layer in numbered
-    ]
-    for other in others:
-        report["other"] = f"{other.config.run.name}, {other.label}"
-        report["agreement"] = [
-            {"layer": n} | compare_choices(layer.agreement.cpu().numpy(), config.model.top_k)
-            for n, layer in numbered
-        ]
-    name = "-".join(["routing", *(f"{other.config.run.name}-{other.label}" for other in others)])
-    return report, args.run / "eval" / trained.label / name
+    folder = args.run / "eval" / trained.label / "routing"
+    if other:
+        other_name = other.config.run.name
+        folder = folder.with_name(f"routing-{other_name}-{other.label}")
+        report["other"] = f"{other_name}, {other.label}"
+        report["agreement"] = []
+        for number, layer in enumerate(counts, model.n_dense_layer):
+            shares = compare_choices(layer.agreement.cpu().numpy(), model.top_k)
+            report["agreement"].append({"layer": number, **shares})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "routing.json", json.dumps(report) + "\n")
+
+    print(f"{text_table(*tabulate_layers(layers))}\n")
+    if other:
+        table = text_table(*tabulate_agreement(report["agreement"]))
+        print(f"agreement with {report['other']}\n{table}\n")
+    print(
+        f"{report['tokens']:,} tokens; "
+        f"a picture of the loads: python -m scripts.draw {folder}/routing.json"
+    )
 
 
-def summarize_layers(report: Described) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of one line per layer; docs/traces.md explains the columns."""
+def tabulate_layers(layers: Sequence[LayerReport]) -> tuple[list[str], list[list[str]]]:
+    """Make head and rows of a table with a line per layer; docs/traces.md explains the columns."""
     rows = []
-    for layer in report["layers"]:
-        row = [f"{layer['layer']}", f"{layer['load_imbalance']:.2f}", f"{layer['dead_experts']}"]
-        row += [f"{math.exp(layer['load_entropy']):.1f}", f"{math.exp(layer['entropy']):.1f}"]
-        row.append(f"{layer['zero_gates']:.2%}")
-        rows.append(
-            [*row, *(_with_chance(layer, key) for key in ("vocabulary", "strongest_partner"))]
-        )
-    return [
-        "layer",
-        "busiest",
-        "idle",
-        "in use",
-        "per token",
-        "zero gates",
-        "vocabulary",
-        "partner",
-    ], rows
+    for layer in layers:
+        row = {
+            "layer": f"{layer.layer}",
+            "busiest": f"{layer.load_imbalance:.2f}",
+            "idle": f"{layer.dead_experts}",
+            "in use": f"{math.exp(layer.load_entropy):.1f}",
+            "per token": f"{math.exp(layer.entropy):.1f}",
+            "zero gates": f"{layer.zero_gates:.2%}",
+            "vocabulary": format_share(layer.vocabulary, layer.vocabulary_by_chance),
+            "partner": format_share(layer.strongest_partner, layer.strongest_partner_by_chance),
+        }
+        rows.append(row)
+    return list(rows[0]), [list(row.values()) for row in rows]
 
 
-def summarize_text(
+def tabulate_text(
     tokens: list[str], experts: Tensor, gates: Tensor
 ) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of what `route_text` returns."""
-    rows = [[repr(token)] for token in tokens]
-    for layer in zip(experts.tolist(), gates.tolist(), strict=True):
-        for row, chosen, weights in zip(rows, *layer, strict=True):
-            row.append("  ".join(f"{e:>3} ({g:.2f})" for e, g in zip(chosen, weights, strict=True)))
-    return ["token", *("expert (gate)" for _ in experts)], rows
-
-
-def summarize_agreement(report: Described) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of how far two models agree, one line per layer."""
+    """Make head and rows of the table of what `route_text` returns."""
     rows = []
-    for layer in report["agreement"]:
+    for t, token in enumerate(tokens):
+        row = [repr(token)]
+        for layer in range(len(experts)):
+            chosen = zip(experts[layer, t].tolist(), gates[layer, t].tolist(), strict=True)
+            row.append("  ".join(f"{expert:>3} ({gate:.2f})" for expert, gate in chosen))
+        rows.append(row)
+    return ["token"] + ["expert (gate)"] * len(experts), rows
+
+
+def tabulate_agreement(agreement: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Make head and rows of the table of how far two models agree, one line per layer."""
+    rows = []
+    for layer in agreement:
+        matched = layer["matched"]
         chance = layer["matched_by_chance"]
-        beyond = f"{(layer['matched'] - chance) / (1 - chance):.2f}" if chance < 1 else "-"
-        rows.append(
-            [
-                f"{layer['layer']}",
-                _with_chance(layer, "same_number"),
-                _with_chance(layer, "matched"),
-                beyond,
-            ]
-        )
+        beyond = "-"
+        if chance < 1:
+            beyond = f"{(matched - chance) / (1 - chance):.2f}"
+        same_number = format_share(layer["same_number"], layer["same_number_by_chance"])
+        rows.append([f"{layer['layer']}", same_number, format_share(matched, chance), beyond])
     return ["layer", "same number", "matched", "beyond chance"], rows
 
 
-def _with_chance(layer: Described, key: str) -> str:
-    return f"{layer[key]:.0%} ({layer[f'{key}_by_chance']:.0%})"
+def format_share(measured: float, by_chance: float) -> str:
+    """Format a share with its chance level in brackets."""
+    return f"{measured:.0%} ({by_chance:.0%})"
 
 
 @command
@@ -459,7 +584,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="of --other, or of the run itself (default: the last)",
     )
     add("--data", metavar="SET", help="a prepared set, folder or name (default: the run's own)")
-    add("--windows", type=int, help="of block_size tokens (default: 64)")
+    add("--windows", type=int, help=f"of block_size tokens (default: {WINDOWS})")
     trace = parser.add_mutually_exclusive_group().add_argument
     trace(
         "--trace",
@@ -472,19 +597,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_device_argument(parser)
     args = parser.parse_args(argv)
     if args.text is not None:
-        trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-        return print(text_table(*summarize_text(*route_text(trained.model, tokenizer, args.text))))
-    if args.trace or args.replay:
-        return trace_routing(args)
-    report, folder = measure_routing(args)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "routing.json", json.dumps(report) + "\n")
-    print(f"{text_table(*summarize_layers(report))}\n")
-    if "agreement" in report:
-        print(f"agreement with {report['other']}\n{text_table(*summarize_agreement(report))}\n")
-    print(
-        f"{report['tokens']:,} tokens; a picture of the loads: python -m scripts.draw {folder}/routing.json"
-    )
+        print_text(args)
+    elif args.trace:
+        save_trace(args)
+    elif args.replay:
+        replay_trace(args)
+    else:
+        print_tables(args)
 
 
 if __name__ == "__main__":
