@@ -266,9 +266,9 @@ def find_scorer(config: configure.Config) -> OpenTasks | None:
     """Check eval.tasks and return what scores a model on them; None without tasks, so that eval is not imported."""
     if not config.eval.task_names:
         return None
-    from eval.in_loop import TaskScores, check_tasks
+    from eval.in_loop import TaskScores, check_run_tasks
 
-    check_tasks(config)
+    check_run_tasks(config)
     return TaskScores
 
 

@@ -1,16 +1,17 @@
-"""Generate text: how a token is sampled, the forward passes between two samples, and what becomes of prompts."""
+"""Generate text: sample a token, run the model between two samples, continue prompts."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from attention import KVCache
 from data.tokenizer import Tokenizer
 from model import GPT
 
-# a temperature below this takes the most likely token: dividing logits by it could overflow
+# Below this temperature the most likely token is chosen: dividing logits by it could overflow.
 GREEDY = 1e-4
 
 
@@ -23,14 +24,24 @@ class SamplingParams(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError if a value is out of range."""
-        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        in_range = self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1
+        if not in_range:  # NaN neither
             raise ValueError("--temperature and --top-k must be at least 0, --top-p in (0, 1]")
 
 
 def sample_token(
     logits: Tensor, params: SamplingParams, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Sample the next token of each row of logits (B, V): (B,) int64; `generator`, on their device, or torch's own."""
+    """Sample the next token of each row.
+
+    Args:
+        logits: (B, V).
+        params: how to sample.
+        generator: on the device of `logits`; torch's own by default.
+
+    Returns:
+        (B,) int64.
+    """
     logits = logits.float()
     if params.temperature < GREEDY:
         return logits.argmax(-1)
@@ -38,9 +49,10 @@ def sample_token(
     if params.top_k:
         logits[:, params.top_k :] = -torch.inf
     probabilities = logits.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities  # probability of all more likely tokens
-    probabilities[before >= params.top_p] = 0
-    return order.gather(-1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(-1)
+    more_likely = probabilities.cumsum(-1) - probabilities  # (B, V) sum over more likely tokens
+    probabilities[more_likely >= params.top_p] = 0
+    rank = torch.multinomial(probabilities, 1, generator=generator)  # (B, 1) in sorted order
+    return order.gather(-1, rank).squeeze(-1)
 
 
 @torch.no_grad()
@@ -63,47 +75,52 @@ def generate(
         model: in evaluation mode.
         prompts: token ids; none of them empty.
         count: new tokens per prompt, at most.
-        params: how tokens are sampled.
+        params: how to sample.
         generator: on the model's device; torch's own by default.
-        vocab_size: ids from here on only pad the model's vocabulary and are never sampled.
+        vocab_size: larger ids only pad the model's vocabulary and are never sampled.
         end: the id that ends a text.
 
     Yields:
         One new token for each prompt; None once the prompt's text has ended.
     """
-    device, block = model.head.device, model.config.block_size
-    width = max(map(len, prompts))
-    start = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
-    # (B, width)
-    idx = torch.tensor(
-        [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
-    )
-    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    new, cache = idx, KVCache(model.config, start, block)
+    device = model.head.device
+    block = model.config.block_size
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    idx = pad_sequence(rows, batch_first=True, padding_side="left")  # (B, T), T grows
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    start = idx.shape[1] - lengths  # (B,) where each prompt starts
+    ended = [False] * len(prompts)
+    new = idx  # tokens that are not in the cache yet
+    cache = KVCache(model.config, start, block)
     for _ in range(count):
         if cache.length + new.shape[1] > block:
             new = idx[:, -block:]
-            cache = KVCache(model.config, (start - (idx.shape[1] - block)).clamp(min=0), block)
-        logits = model(new, past=cache).logits[:, -1, :vocab_size]
-        token = sample_token(logits, params, generator)
-        yield [None if done else t for t, done in zip(token.tolist(), ended.tolist(), strict=True)]
-        ended |= token == (-1 if end is None else end)
-        if ended.all():
+            dropped = idx.shape[1] - block
+            cache = KVCache(model.config, (start - dropped).clamp(min=0), block)
+        logits = model(new, past=cache).logits[:, -1, :vocab_size]  # (B, V)
+        token = sample_token(logits, params, generator)  # (B,)
+        sampled: list[int | None] = token.tolist()
+        for row, is_ended in enumerate(ended):
+            ended[row] = is_ended or sampled[row] == end
+            if is_ended:
+                sampled[row] = None
+        yield sampled
+        if all(ended):
             return
         new = token[:, None]
         idx = torch.cat([idx, new], dim=1)
 
 
 def begin_document(tokenizer: Tokenizer, text: str, block_size: int) -> list[int]:
-    """The ids of a text after the token that begins a document.
+    """Encode a text after the end-of-text token, which starts a document.
 
-    Raises ValueError if they exceed `block_size`.
+    Raises ValueError if these ids exceed `block_size`.
     """
     ids = tokenizer.encode(text)
     if len(ids) + 1 > block_size:
         raise ValueError(
-            f"a prompt of {len(ids)} tokens: with the token that begins a document the model sees at most {block_size} "
-            f"(model.block_size); shorten it"
+            f"a prompt of {len(ids)} tokens: with the token that begins a document the model sees "
+            f"at most {block_size} (model.block_size); shorten it"
         )
     return [tokenizer.eot, *ids]
 
@@ -117,13 +134,15 @@ def continue_prompts(
     seed: int,
     end: bool,
 ) -> Iterator[list[list[int]]]:
-    """Continue prompts, each the beginning of a document, by `count` tokens at most, or if `end` to its end.
+    """Continue prompts, each the start of a document, by at most `count` tokens.
 
-    Yields each text's ids so far, without end-of-text, after each step: the same lists. Raises as
-    `begin_document`.
+    With `end` a text stops at its end-of-text token. Yields after each step the lists of all ids so
+    far, without end-of-text; they are the same lists each time. Raises as `begin_document`.
     """
-    rows = [begin_document(tokenizer, prompt, model.config.block_size) for prompt in prompts]
-    texts, last = [row[1:] for row in rows], tokenizer.eot if end else None
+    block = model.config.block_size
+    rows = [begin_document(tokenizer, prompt, block) for prompt in prompts]
+    texts = [row[1:] for row in rows]
+    last = tokenizer.eot if end else None
     generator = torch.Generator(model.head.device).manual_seed(seed)
     for tokens in generate(model, rows, count, params, generator, tokenizer.vocab_size, last):
         for text, token in zip(texts, tokens, strict=True):
@@ -140,12 +159,13 @@ def generate_text(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> str:
-    """A prompt, the beginning of a document, with its continuation by at most `tokens` tokens.
+    """Return a prompt, the start of a document, with its continuation by at most `tokens` tokens.
 
-    Temperature 0 takes the most likely token; equal seeds give equal texts. Raises ValueError as
-    `begin_document` does.
+    At temperature 0 each token is the most likely one. Equal seeds give equal texts. Raises
+    ValueError as `begin_document` does.
     """
-    *_, (text,) = continue_prompts(
-        model, tokenizer, [prompt], tokens, SamplingParams(temperature), seed, end=True
-    )
-    return tokenizer.decode(text)
+    ids = tokenizer.encode(prompt)
+    params = SamplingParams(temperature)
+    for texts in continue_prompts(model, tokenizer, [prompt], tokens, params, seed, end=True):
+        ids = texts[0]
+    return tokenizer.decode(ids)
