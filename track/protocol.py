@@ -1,4 +1,4 @@
-"""The protocol: the table [track] of its config file, the settings that it draws, and the runs of an entry."""
+"""The protocol of a track: its [track] table, the settings it draws, and the runs of an entry."""
 
 import random
 import tomllib
@@ -20,27 +20,31 @@ OPTIONS = select_keys("track_option")
 BALANCE = {key: schema["track_balance"] for key, schema in KEYS.items() if schema["track_balance"]}
 
 
+# by thirds of a uniform draw
+BALANCE_METHODS = (None, "balance_loss_coef", "bias_update_rate")
+
+
 class Task(NamedTuple):
     """A run of an entry."""
 
-    round: str  # draw, final (tuning); judge; draft, length (of the reference alone)
-    draw: int  # number of its settings
+    round: str  # tuning: draw, final; judged: judge; only of the reference: draft, length
+    draw: int  # index into `Protocol.draw_settings`
     seed: int
-    length: float = 1.0  # times the tokens
+    length: float = 1.0  # factor on the number of tokens
 
     @property
     def name(self) -> str:
-        """Its run's name."""
+        """Name of the run."""
         length = "" if self.length == 1 else f"-x{self.length:g}"
         return f"{self.round}-draw{self.draw}-seed{self.seed}{length}"
 
 
 class Protocol(Section):
-    """What an entry does: its fields are the keys of [track], which the config file explains."""
+    """The rules of a contest. Fields without a comment are keys of [track] in the config file."""
 
-    file: str  # the config file of its runs
-    runs: Path  # the folder of its runs
-    fixed_sha256: str  # of all that the config file sets
+    file: str  # config file of the runs
+    runs: Path  # folder of the runs
+    fixed_sha256: str  # of everything in the config file
     version: int
     reference: str
     second: str
@@ -56,131 +60,142 @@ class Protocol(Section):
     lengths: list[float]
     length_seeds: list[int]
     draws: dict[str, Any]
-    max_steps: int
-    warmup_steps: int
-    windows: int  # of an evaluation
-    draft: bool = False
+    max_steps: int  # train.max_steps
+    warmup_steps: int  # optim.warmup_steps
+    windows: int  # eval.windows
+    draft: bool = False  # see `as_draft`
 
     @property
     def name(self) -> str:
-        """Of the track: the config file's."""
+        """Name of the track, that of the config file."""
         return Path(self.file).stem
 
     @property
     def records(self) -> Path:
-        """The folder of its records."""
+        """Folder of the records."""
         return RECORDS / self.name
 
     def as_draft(self, seeds: int) -> "Protocol":
-        """Fewer draws, no finals, and `seeds` seeds of drafts, which no entry is judged by."""
-        draws = self.draws | {"count": DRAFT_DRAWS}
-        fewer = {"draws": draws, "finalists": 1, "judge_seeds": self.draft_seeds[:seeds]}
-        return self.model_copy(update=fewer | {"draft": True})
+        """Return a protocol with fewer draws, no finals, and seeds that no entry is judged by."""
+        changes = {
+            "draws": {**self.draws, "count": DRAFT_DRAWS},
+            "finalists": 1,
+            "judge_seeds": self.draft_seeds[:seeds],
+            "draft": True,
+        }
+        return self.model_copy(update=changes)
 
     def draw_settings(self) -> list[dict[str, float]]:
-        """The settings to try, the same for every router: values of config keys, to three digits.
+        """Draw the settings to try, the same for every router: values of config keys.
 
-        A longer list begins like a shorter one.
+        The first draws do not depend on how many are made.
         """
-        generator, settings = random.Random(self.draw_seed), []
+        uniform = random.Random(self.draw_seed).random
+        settings = []
         for _ in range(self.draws["count"]):
-            part = {
-                key: generator.random()
-                for key in ("lr", "router_lr_ratio", "expert_out_lr_ratio", "gate_norm")
-            }
-            own_norm, balance, strength = generator.random(), generator.random(), generator.random()
-            drawn = {
-                f"optim.{key}": self._scale(key, part[key]) for key in part if key != "gate_norm"
-            }
-            own = own_norm < self.draws["own_gate_norm"]
-            drawn["model.gate_norm"] = 0.0 if own else self._scale("gate_norm", part["gate_norm"])
-            if method := (None, "balance_loss_coef", "bias_update_rate")[int(3 * balance)]:
+            drawn = {}
+            for key in ("lr", "router_lr_ratio", "expert_out_lr_ratio"):
+                drawn[f"optim.{key}"] = self._scale(key, uniform())
+            gate_norm = self._scale("gate_norm", uniform())
+            if uniform() < self.draws["own_gate_norm"]:
+                gate_norm = 0.0  # the router's own
+            drawn["model.gate_norm"] = gate_norm
+            method = BALANCE_METHODS[int(3 * uniform())]
+            strength = uniform()  # drawn for every method, so that later draws do not move
+            if method:
                 drawn[f"train.{method}"] = self._scale(method, strength)
             settings.append(drawn)
         return settings
 
-    def _scale(self, key: str, part: float) -> float:
-        """Log-uniform in the range of the key, from uniform in [0, 1)."""
+    def _scale(self, key: str, u: float) -> float:
+        """Map uniform `u` in [0, 1) to log-uniform in the range of the key, to three digits."""
         low, high = self.draws[key]
-        return float(f"{low * (high / low) ** part:.3g}")
+        return float(f"{low * (high / low) ** u:.3g}")
 
     def list_tasks(self, name: str, losses: Mapping[Task, float]) -> list[Task]:
-        """Every run of an entry that its `losses` so far (nats per byte) decide; for a complete entry all runs.
+        """List the runs of an entry as far as its `losses` so far (nats per byte) decide them.
 
         The draws with the lowest losses are run with one more seed; the best of these by the mean
         is judged.
         """
-        tasks = [Task("draw", draw, self.tune_seed) for draw in range(self.draws["count"])]
-        if not losses.keys() >= set(tasks):
-            return tasks
-        best = sorted(tasks, key=lambda task: losses[task])[: self.finalists]
-        finals = (
-            [Task("final", task.draw, self.final_seed) for task in best]
-            if self.finalists > 1
-            else []
-        )
-        tasks += finals
-        if not losses.keys() >= set(finals):
-            return tasks
-        sums = {
-            first.draw: losses[first] + losses[second]
-            for first, second in zip(best, finals, strict=bool(finals))
-        }
-        winner = min(sums, key=sums.__getitem__) if sums else best[0].draw
-        tasks += [Task("judge", winner, seed) for seed in self.judge_seeds]
+        draws = [Task("draw", draw, self.tune_seed) for draw in range(self.draws["count"])]
+        if not losses.keys() >= set(draws):
+            return draws
+        best = sorted(draws, key=lambda task: losses[task])
+        if self.finalists == 1:
+            return draws + self._list_judged(name, best[0].draw)
+        finals = []
+        sums = {}  # {draw: loss with both seeds, nats per byte}
+        for first in best[: self.finalists]:
+            second = Task("final", first.draw, self.final_seed)
+            finals.append(second)
+            if second in losses:
+                sums[first.draw] = losses[first] + losses[second]
+        if len(sums) < len(finals):
+            return draws + finals
+        winner = min(sums, key=lambda draw: sums[draw])
+        return draws + finals + self._list_judged(name, winner)
+
+    def _list_judged(self, name: str, draw: int) -> list[Task]:
+        """List the runs of the settings that won: of every entry, and more of the reference."""
+        tasks = [Task("judge", draw, seed) for seed in self.judge_seeds]
         if name == self.reference and not self.draft:
-            tasks += [Task("draft", winner, seed) for seed in self.draft_seeds]
-            tasks += [
-                Task("length", winner, seed, length)
-                for length in self.lengths
-                for seed in self.length_seeds
-            ]
+            tasks += [Task("draft", draw, seed) for seed in self.draft_seeds]
+            for length in self.lengths:
+                tasks += [Task("length", draw, seed, length) for seed in self.length_seeds]
         return tasks
 
     def count_tasks(self, name: str) -> int:
-        """How many runs an entry has in all."""
-        tasks = dict.fromkeys(self.list_tasks(name, {}), 0.0)
-        while more := [task for task in self.list_tasks(name, tasks) if task not in tasks]:
-            tasks |= dict.fromkeys(more, 0.0)
-        return len(tasks)
+        """Count all runs of an entry."""
+        finals = 0
+        if self.finalists > 1:
+            finals = min(self.finalists, self.draws["count"])
+        return self.draws["count"] + finals + len(self._list_judged(name, 0))
 
     def overrides(
         self, router: str, task: Task, options: Mapping[str, Any] | None = None
     ) -> list[str]:
-        """The command line of a run, but for its folder.
+        """Make the command line of a run, without its folder.
 
-        Quantile balancing takes the place of the drawn balance.
+        Quantile balancing replaces the drawn balance.
         """
-        drawn, options = self.draw_settings()[task.draw], options or {}
+        options = options or {}
+        drawn = self.draw_settings()[task.draw]
         if options.get("train.bias_update") == "quantile":
-            drawn = {key: value for key, value in drawn.items() if key not in BALANCE}
+            for key in BALANCE:
+                drawn.pop(key, None)
         values = {"model.router": router, **drawn, **options, "run.seed": task.seed}
         if task.length != 1:
             steps = round(self.max_steps * task.length)
-            values |= {"train.max_steps": steps, "eval.interval": steps}
+            values["train.max_steps"] = steps
+            values["eval.interval"] = steps
             values["optim.warmup_steps"] = round(self.warmup_steps * task.length)
         return [f"--{key}={value}" for key, value in values.items()]
 
 
 def load_protocol(file: str) -> Protocol:
-    """The protocol of a config file.
+    """Load the protocol of a config file.
 
     Raises ConfigError if its other tables are wrong, ValueError if [track] is.
     """
     config = configure.load(file)
     table = tomllib.loads(Path(file).read_text())
-    fields = {"max_steps": config.train.max_steps, "warmup_steps": config.optim.warmup_steps}
-    fields |= {"windows": config.eval.windows, **table.get("track", {})}
-    runs = Path(config.run.dir, f"track-{Path(file).stem}")
-    return Protocol.model_validate(
-        {"file": file, "runs": runs, "fixed_sha256": sha256_of(table), **fields}
-    )
+    fields = {
+        "file": file,
+        "runs": Path(config.run.dir, f"track-{Path(file).stem}"),
+        "fixed_sha256": sha256_of(table),
+        "max_steps": config.train.max_steps,
+        "warmup_steps": config.optim.warmup_steps,
+        "windows": config.eval.windows,
+        **table.get("track", {}),
+    }
+    return Protocol.model_validate(fields)
 
 
 def read_options(file: str, texts: Sequence[str]) -> dict[str, Any]:
-    """The settings KEY=VALUE that are not the defaults.
+    """Read KEY=VALUE texts; settings equal to the defaults are left out.
 
-    Raises ValueError for other keys than OPTIONS, wrong values.
+    Raises ValueError for keys that are not in OPTIONS, and for wrong values.
     """
     keys = [text.partition("=")[0] for text in texts]
     for key in keys:
