@@ -19,17 +19,17 @@ if TYPE_CHECKING:  # imported once it is known to be installed
 
 
 def plot_loads(report: dict[str, Any]) -> "Figure":
-    """Load over mean load by layer and expert, in greys."""
+    """Plot load over mean load by layer and expert, in greys."""
     from matplotlib.figure import Figure
 
-    loads = np.array([layer["loads"] for layer in report["layers"]])
-    figure = Figure((9, 1.8 + 0.14 * max(len(loads), 6)), layout="constrained")
-    axes = figure.add_subplot(
-        xlabel="expert", ylabel="layer", title=f"{report['run']}, step {report['step']:,}"
-    )
-    shares = loads / loads.mean(1, keepdims=True)
+    loads = np.array([layer["loads"] for layer in report["layers"]])  # (L, E)
+    relative = loads / loads.mean(1, keepdims=True)
+    height = 1.8 + 0.14 * max(len(loads), 6)  # inches
+    figure = Figure((9, height), layout="constrained")
+    title = f"{report['run']}, step {report['step']:,}"
+    axes = figure.add_subplot(xlabel="expert", ylabel="layer", title=title)
     image = axes.imshow(
-        shares, vmin=0, vmax=4, aspect="auto", cmap="Greys", interpolation="nearest"
+        relative, vmin=0, vmax=4, aspect="auto", cmap="Greys", interpolation="nearest"
     )
     idle, experts = np.nonzero(loads == 0)
     axes.plot(experts, idle, "kx", markersize=3, scalex=False, scaley=False)
@@ -49,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         figure = plot_loads(json.loads(file.read_text("utf-8")))
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file}: not written by eval.routing; run it first") from None
-    figure.savefig(file.with_name("loads.png"))
-    print(file.with_name("loads.png"))
+    picture = file.with_name("loads.png")
+    figure.savefig(picture)
+    print(picture)
 
 
 if __name__ == "__main__":

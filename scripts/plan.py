@@ -1,4 +1,4 @@
-"""What a run will need, before it is started: parameters, memory on each GPU, tokens, disk, hours.
+"""Print what a run will need: parameters, memory on each GPU, tokens, disk, hours.
 
     python -m scripts.plan config/1b3.toml --gpus 8 --gpu H100 [--section.key=value ...]
 
@@ -9,7 +9,6 @@ Hours follow from --mfu.
 import argparse
 import sys
 from collections.abc import Iterator
-from itertools import product
 
 import configure
 from common.command import build_parser, command, run_command
@@ -37,13 +36,15 @@ def count_tokens(config: Config) -> int:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of one checkpoint: weights, two moments and, with train.ema_decay, a running mean of the weights."""
-    return (16 if config.train.ema_decay else 12) * count_parameters(config.model)[0]
+    """Bytes of one checkpoint: weights, two moments and, with train.ema_decay, a running mean."""
+    copies = 4 if config.train.ema_decay else 3
+    return 4 * copies * count_parameters(config.model)[0]  # float32
 
 
 def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
     """Lines on the size, length and cost of a run."""
-    tokens, steps = count_tokens(config), config.train.max_steps
+    tokens = count_tokens(config)
+    steps = config.train.max_steps
     total, active = count_parameters(config.model)
     hours = estimate_hours(config, args.gpus, GPUS[args.gpu].peak, args.mfu)
     gpus = f"{args.gpus} x {args.gpu} at an MFU of {args.mfu:.2f}"
@@ -56,41 +57,52 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
         "time": f"{hours:,.1f} h on {gpus}, {hours * args.gpus:,.0f} GPU hours",
     }
     yield f"{config.run.name}: router {config.model.router}, {config.train.dtype}"
-    yield from (f"  {name:16} {text}" for name, text in lines.items())
+    for name, text in lines.items():
+        yield f"  {name:16} {text}"
     yield ""
 
 
 def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[str]:
-    """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
+    """Lines on the memory of one GPU by parallelism, and the options of the first that fits."""
+    plans = plan_memory(config, args.gpus, args.gpus_per_node)
+    limit = USABLE * args.memory * 2**30
+    rows = []
+    for part in Memory._fields:
+        sizes = [getattr(memory, part) for memory in plans.values()]
+        if any(sizes):
+            rows.append([part, *(format_bytes(size) for size in sizes)])
+    sums = {options: sum(memory) for options, memory in plans.items()}
+    rows.append(["sum", *(format_bytes(size) for size in sums.values())])
+    fits = ["fits" if size <= limit else "too large" for size in sums.values()]
+    rows.append([f"in {args.memory:g} GiB", *fits])
+    head = [""]
+    for parallel, checkpointing in plans:
+        head.append(f"{parallel}, checkpointing" if checkpointing else parallel)
+    yield (
+        f"memory on each of {args.gpus} GPUs, {config.train.micro_batch_size} sequences at a time:"
+    )
+    yield text_table(head, rows)
+    for (parallel, checkpointing), size in sums.items():
+        if size <= limit:
+            more = " --train.activation_checkpointing=true" if checkpointing else ""
+            yield f"--train.parallel={parallel}{more}"
+            return
+    yield "none fits: more GPUs, a smaller train.micro_batch_size, or GPUs with more memory"
+
+
+def plan_memory(config: Config, gpus: int, gpus_per_node: int) -> dict[tuple[str, bool], Memory]:
+    """Estimate memory by (parallelism, activation checkpointing); what is fastest comes first."""
     shapes = parameter_shapes(config.model)
-    accumulates = config.train.batch_size > config.train.micro_batch_size * args.gpus
-    possible = list_parallelisms(
-        args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=accumulates
-    )
-    plans = {}  # the options that cost least time first
-    for checkpointing, (parallel, shards) in product((False, True), possible.items()):
+    accumulates = config.train.batch_size > config.train.micro_batch_size * gpus
+    local_gpus = min(gpus, gpus_per_node)
+    parallelisms = list_parallelisms(gpus, local_gpus, ddp_first=accumulates)
+    plans = {}
+    for checkpointing in (False, True):
         planned = replace(config, "train", activation_checkpointing=checkpointing)
-        plans[parallel, checkpointing] = estimate_memory(
-            planned, shapes, parallel, shards, accumulates
-        )
-    fits = [sum(memory) <= USABLE * args.memory * 2**30 for memory in plans.values()]
-    parts = zip(Memory._fields, zip(*plans.values(), strict=True), strict=True)
-    rows = [[part, *map(format_bytes, sizes)] for part, sizes in parts if any(sizes)]
-    rows.append(["sum", *(format_bytes(sum(memory)) for memory in plans.values())])
-    rows.append([f"in {args.memory:g} GiB", *("fits" if fit else "too large" for fit in fits)])
-    names = [
-        f"{parallel}, checkpointing" if checkpointing else parallel
-        for parallel, checkpointing in plans
-    ]
-    yield f"memory on each of {args.gpus} GPUs, {config.train.micro_batch_size} sequences at a time:"
-    yield text_table(["", *names], rows)
-    if True not in fits:
-        yield "none fits: more GPUs, a smaller train.micro_batch_size, or GPUs with more memory"
-        return
-    parallel, checkpointing = [*plans][fits.index(True)]
-    yield f"--train.parallel={parallel}" + (
-        " --train.activation_checkpointing=true" if checkpointing else ""
-    )
+        for parallel, shards in parallelisms.items():
+            memory = estimate_memory(planned, shapes, parallel, shards, accumulates)
+            plans[parallel, checkpointing] = memory
+    return plans
 
 
 @command
@@ -112,10 +124,9 @@ def main(argv: list[str]) -> None:
     args, overrides = parser.parse_known_args(argv)
     args.memory = GPUS[args.gpu].memory if args.memory is None else args.memory
     for name in ("gpus", "gpus_per_node", "memory"):
-        if not getattr(args, name) > 0:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0"
-            )
+        value = getattr(args, name)
+        if not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected more than 0")
     config = configure.load(args.config, overrides, world_size=args.gpus)
     for line in [*describe_run(config, args), *describe_memory_plans(config, args)]:
         print(line)

@@ -1,6 +1,6 @@
 """Generate text from a trained run.
 
-    python -m scripts.sample runs/quickstart-kern --prompt "def " --tokens 400 --temperature 0.8 --top-k 50
+    python -m scripts.sample runs/quickstart-kern --prompt "def " --tokens 400 --top-k 50
 
 A text ends with its document (not with --ignore-end) or after --tokens. It goes to stdout while it
 is sampled, the speed to stderr. Several prompts are one batch, and their texts are printed at the
@@ -26,25 +26,28 @@ def print_continuations(
     args: argparse.Namespace,
     params: SamplingParams,
 ) -> None:
-    """Print each prompt and its continuation: a single one while it is sampled, several at the end."""
-    printed, texts, begin = "", [], time.perf_counter()
+    """Print prompts and continuations: a single one while it is sampled, several at the end."""
+    alone = len(prompts) == 1
+    printed = ""
+    texts: list[list[int]] = []  # token ids of each prompt and its continuation so far
+    start = time.perf_counter()
     for texts in continue_prompts(
         model, tokenizer, prompts, args.tokens, params, args.seed, not args.ignore_end
     ):
-        if len(prompts) == 1:
-            # a character waits for its last byte
-            text = tokenizer.decode(texts[0]).rstrip("\ufffd")
-            if len(text) > len(printed):
-                print(text[len(printed) :], end="", flush=True)
-                printed = text
-    seconds = time.perf_counter() - begin
-    if len(prompts) == 1:
+        # a character waits for its last byte
+        text = tokenizer.decode(texts[0]).rstrip("\ufffd") if alone else ""
+        if len(text) > len(printed):
+            print(text[len(printed) :], end="", flush=True)
+            printed = text
+    seconds = time.perf_counter() - start
+    if alone:
         print(tokenizer.decode(texts[0])[len(printed) :])
     else:
-        for number, text in enumerate(texts, 1):
-            print(f"--- {number} ---\n{tokenizer.decode(text)}")
-    count = sum(map(len, texts)) - sum(len(tokenizer.encode(prompt)) for prompt in prompts)
-    print(f"{count} tokens, {count / seconds:,.1f} tokens/s", file=sys.stderr)
+        for number, ids in enumerate(texts, 1):
+            print(f"--- {number} ---\n{tokenizer.decode(ids)}")
+    given = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+    sampled = sum(len(ids) for ids in texts) - given
+    print(f"{sampled} tokens, {sampled / seconds:,.1f} tokens/s", file=sys.stderr)
 
 
 @command

@@ -2,16 +2,18 @@
 
     python -m scripts.sweep config/quickstart.toml [--section.key=value ...]
     python -m scripts.sweep config/paper/books3_512.toml '--run.seed=[0,1,2]' --parallel 4
-    python -m scripts.sweep config/paper/books3_512.toml --scale 0.01        a rehearsal, in runs/rehearsal-0.01
+    python -m scripts.sweep config/paper/books3_512.toml --scale 0.01   # a rehearsal
     python -m scripts.sweep config/paper/books3_512.toml --slurm array.sbatch
 
 Each point is `train.py` with the point's overrides, on all GPUs of this machine or its share of
 them. A list for a key is one more axis. Finished points are skipped, interrupted ones resume from
 their last checkpoint. A point that fails is reported at the end and the others continue; the exit
-code is then 1. The last lines are a table of all points. Asked to stop (SIGTERM, SIGUSR1, SIGHUP,
-Ctrl-C), all running points save and the sweep ends with exit code 75.
+code is then 1. The last lines are a table of all points. A rehearsal has folders of its own
+(runs/rehearsal-0.01). Asked to stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C), all running points save and
+the sweep ends with exit code 75.
 """
 
+import argparse
 import os
 import re
 import shlex
@@ -62,24 +64,23 @@ class Point(NamedTuple):
 
     def command(self, file: str, ranks: int) -> str:
         """The command that a user would type."""
-        start = (
-            ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
-        )
-        return shlex.join([*start, "train.py", file, *self.overrides])
+        launcher = ["python"]
+        if ranks > 1:
+            launcher = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
+        return shlex.join([*launcher, "train.py", file, *self.overrides])
 
     def steps_done(self) -> int:
         """Step of its last checkpoint; max_steps if nothing is left to do."""
+        max_steps = self.config.train.max_steps
+        run = RunFolder(self.folder)
         try:
-            run = RunFolder(self.folder)
             run.find_changes(self.config)
-            step = run.last_step
-            finished = run.is_finished(self.config, step)
+            if run.is_finished(self.config, run.last_step):
+                return max_steps
         # the folder holds another config's run: train.py explains it better
         except (RunError, ConfigError):
             return 0
-        return (
-            self.config.train.max_steps if finished else min(step, self.config.train.max_steps - 1)
-        )
+        return min(run.last_step, max_steps - 1)
 
 
 class Job(NamedTuple):
@@ -90,28 +91,30 @@ class Job(NamedTuple):
     process: subprocess.Popen[bytes]
 
     def stop(self) -> None:
-        """Ask it to save and end: the ranks directly, because torchrun would give them only 30 seconds."""
-        pids, number = [self.process.pid], signal.SIGTERM
-        if len(self.gpus) > 1:
-            pgrep = subprocess.run(
-                ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True
-            )
-            pids, number = pgrep.stdout.split(), signal.SIGUSR1
-        for pid in pids:
+        """Ask it to save and end.
+
+        The ranks are asked directly, because torchrun would give them only 30 seconds.
+        """
+        if len(self.gpus) <= 1:
+            self.process.terminate()
+            return
+        pgrep = ["pgrep", "-P", str(self.process.pid)]
+        ranks = subprocess.run(pgrep, capture_output=True, text=True).stdout.split()
+        for pid in ranks:
             with suppress(ProcessLookupError):
-                os.kill(int(pid), number)
+                os.kill(int(pid), signal.SIGUSR1)
 
 
-@command
-def main(argv: list[str], stop: Stop | None = None) -> int:
-    """The command; returns the exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the command; all else is the config file and its overrides."""
     parser = build_parser("scripts.sweep", __doc__)
-    parser.usage, parser.allow_abbrev = (
-        "python -m scripts.sweep FILE [--section.key=value ...] [options]",
-        False,
-    )
+    parser.usage = "python -m scripts.sweep FILE [--section.key=value ...] [options]"
+    parser.allow_abbrev = False
     parser.add_argument(
-        "--parallel", type=int, metavar="N", help="run N points at once, each on its share of GPUs"
+        "--parallel",
+        type=int,
+        metavar="N",
+        help="run N points at once, each on its share of GPUs",
     )
     parser.add_argument(
         "--scale",
@@ -128,8 +131,14 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     parser.add_argument(
         "--mfu", type=float, default=0.4, help="model FLOPs utilisation, for hours (%(default)s)"
     )
-    args, rest = parser.parse_known_args(argv)
-    file, overrides = configure.split_command_line(rest)
+    return parser
+
+
+@command
+def main(argv: list[str], stop: Stop | None = None) -> int:
+    """Run the command; returns the exit status."""
+    args, more = make_parser().parse_known_args(argv)
+    file, overrides = configure.split_command_line(more)
     points = list_points(file, overrides, args.scale)
     left = [point for point in points if point.steps_done() < point.config.train.max_steps]
     shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
@@ -147,33 +156,52 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
             print(f"[{point.number}] {point.command(file, len(shares[0]))}")
     if args.dry_run:
         return 0
-    stop, failed = stop or Stop(), []
-    for point, code in train_points(file, left, shares, stop, announce=True):
-        if len(shares) > 1:
+    stop = stop or Stop()
+    failed = train_and_report(file, left, shares, stop)
+    if stop.asked:
+        return EXIT_CODE
+    folders = [point.folder for point in points]
+    prefix = os.path.commonprefix([str(folder) for folder in folders])
+    print(
+        f"\n{format_table(folders)}\n\npython -m scripts.report {shlex.quote(prefix)}*", flush=True
+    )
+    return 1 if failed else 0
+
+
+def train_and_report(
+    file: str, points: list[Point], shares: list[list[str]], stop: Stop
+) -> list[Point]:
+    """Train the points, print what became of each, and return those that failed."""
+    parallel = len(shares) > 1
+    failed = []
+    for point, code in train_points(file, points, shares, stop, announce=True):
+        if parallel:
             print(f"[{point.number}] exit code {code}: {point.folder}", flush=True)
         if code not in (0, EXIT_CODE) and not stop.asked:
             failed.append(point)
     for point in failed:
-        log = f"    # log: {point.folder}/train.log" if len(shares) > 1 else ""
+        log = f"    # log: {point.folder}/train.log" if parallel else ""
         print(f"failed: {point.command(file, len(shares[0]))}{log}", file=sys.stderr)
-    if stop.asked:
-        return EXIT_CODE
-    folders = [point.folder for point in points]
-    begin = shlex.quote(os.path.commonprefix([*map(str, folders)]))
-    print(f"\n{format_table(folders)}\n\npython -m scripts.report {begin}*", flush=True)
-    return int(len(failed) > 0)
+    return failed
 
 
 def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> None:
-    """Raise ConfigError, DataError or RunError, before the first point starts, for what would end a later one."""
-    folders = {point.folder for point in left}
+    """Check, before the first point starts, what would end a later one.
+
+    Raises:
+        ConfigError, DataError, RunError: what train.py would say.
+    """
     for point in left:
         configure.load(file, point.overrides, world_size=max(1, ranks))
+    if not with_files:
+        return
+    folders = {point.folder for point in left}
+    for point in left:
         trained_before = Path(point.config.train.branch_from) in folders
-        if with_files and not trained_before and not checkpoint.steps(point.folder / "checkpoints"):
+        if not trained_before and not checkpoint.steps(point.folder / "checkpoints"):
             find_branch(point.config)
     sets = {(*point.config.data.folders, point.config.model.vocab_size) for point in left}
-    for *data, vocab_size in sorted(sets) if with_files else ():
+    for *data, vocab_size in sorted(sets):
         check_sets(data, vocab_size)
 
 
@@ -202,31 +230,38 @@ def list_points(file: str, overrides: list[str], scale: float | None = None) -> 
 
 
 def scale_down(config: Config, scale: float) -> list[str]:
-    """Overrides that shorten a run and all its intervals, none below 1, in a folder and a group of its own."""
-    values = {key: attrgetter(key)(config) for key in select_keys("scaled")}
-    overrides = [
-        f"--{key}={max(1, round(value * scale))}" for key, value in values.items() if value > 0
-    ]
-    name, train = f"rehearsal-{scale:g}", config.train
-    if train.kept_steps:
-        kept = ",".join(str(max(1, round(step * scale))) for step in sorted(train.kept_steps))
-        overrides.append(f"--train.keep_steps={kept}")
-    if train.branch_from:  # the trunk's rehearsal
-        trunk = Path(train.branch_from)
+    """Overrides that shorten a run and all its intervals, none below 1.
+
+    They put it in a folder and a group of its own.
+    """
+
+    def shorten(steps: int) -> int:
+        return max(1, round(steps * scale))
+
+    name = f"rehearsal-{scale:g}"
+    overrides = []
+    for key in select_keys("scaled"):
+        value = attrgetter(key)(config)
+        if value > 0:
+            overrides.append(f"--{key}={shorten(value)}")
+    if config.train.kept_steps:
+        kept = [str(shorten(step)) for step in sorted(config.train.kept_steps)]
+        overrides.append(f"--train.keep_steps={','.join(kept)}")
+    if config.train.branch_from:  # the trunk's rehearsal
+        trunk = Path(config.train.branch_from)
         overrides.append(f"--train.branch_from={trunk.parent / name / trunk.name}")
-    return [
-        *overrides,
-        f"--run.dir={config.run.dir}/{name}",
-        f"--log.group={config.log.group}-{name}",
-    ]
+    overrides.append(f"--run.dir={config.run.dir}/{name}")
+    overrides.append(f"--log.group={config.log.group}-{name}")
+    return overrides
 
 
 def find_gpus(points: list[Point]) -> list[str]:
-    """The GPUs of this process as CUDA_VISIBLE_DEVICES would name them; none if no point would use one."""
+    """The GPUs of this process as CUDA_VISIBLE_DEVICES names them; none if no point uses one."""
     if not torch.cuda.is_available() or all(point.config.train.device == "cpu" for point in points):
         return []
+    count = torch.cuda.device_count()
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return named[: torch.cuda.device_count()] or [str(i) for i in range(torch.cuda.device_count())]
+    return named[:count] or [str(i) for i in range(count)]
 
 
 def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:
@@ -236,12 +271,15 @@ def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:
     """
     if parallel < 1:
         raise ConfigError(f"--parallel {parallel}: expected 1 or more")
-    each = max(1, len(gpus) // parallel)
-    return [gpus[i * each % len(gpus) :][:each] if gpus else [] for i in range(parallel)]
+    if not gpus:
+        return [[] for _ in range(parallel)]
+    size = max(1, len(gpus) // parallel)
+    starts = [i * size % len(gpus) for i in range(parallel)]
+    return [gpus[start : start + size] for start in starts]
 
 
 def format_totals(points: list[Point], left: list[Point], mfu: float, gpu: str = "H100") -> str:
-    """What is left to do: tokens, hours on a `gpu` of GPUS, disk."""
+    """One line on what is left to do: tokens, hours on a `gpu` of GPUS, disk."""
     line = f"{plural(len(points), 'point')}, {len(points) - len(left)} finished"
     if not left:
         return line
@@ -249,43 +287,43 @@ def format_totals(points: list[Point], left: list[Point], mfu: float, gpu: str =
     for point in left:
         train = point.config.train
         share = 1 - max(point.steps_done(), train.branch_step) / train.max_steps
+        checkpoints = train.keep_checkpoints + len(train.kept_steps)
         tokens += share * plan.count_tokens(point.config)
         hours += share * plan.estimate_hours(point.config, 1, GPUS[gpu].peak, mfu)
-        disk += plan.checkpoint_bytes(point.config) * (
-            train.keep_checkpoints + len(train.kept_steps)
-        )
-    # less is a matter of a CPU
-    on_gpus = f"{hours:,.1f} GPU hours ({gpu}, MFU {mfu:.2f}), " if hours >= 0.05 else ""
-    return (
-        f"{line}; to do: {tokens / 1e6:,.2f} M tokens, {on_gpus}{format_bytes(disk)} of checkpoints"
-    )
+        disk += checkpoints * plan.checkpoint_bytes(point.config)
+    line += f"; to do: {tokens / 1e6:,.2f} M tokens"
+    if hours >= 0.05:  # less is trained on a CPU
+        line += f", {hours:,.1f} GPU hours ({gpu}, MFU {mfu:.2f})"
+    return f"{line}, {format_bytes(disk)} of checkpoints"
 
 
 def train_points(
     file: str, points: list[Point], shares: list[list[str]], stop: Stop, announce: bool = False
 ) -> Iterator[tuple[Point, int]]:
-    """Train points, as many at once as there are `shares` of the GPUs, until `stop`; yields each with its exit code.
+    """Train points, as many at once as there are `shares` of the GPUs, until `stop`.
 
-    A point that was stopped, by whomever, stops all: `stop.asked` says so. The output of points
-    goes to their runs' train.log, unless they are announced and train in turn.
+    Yields each point that ended with its exit code. A point that was stopped, by whomever, stops
+    all: `stop.asked` says so. The output of points goes to their runs' train.log, unless they are
+    announced and train in turn.
     """
-    waiting, free, running, stopping = [*points], [*shares], [], False
-    to_logs = len(shares) > 1 or not announce
+    waiting = list(points)
+    free = list(shares)
+    running: list[Job] = []
+    stopping = False
+    jobs_with_logs = len(shares) if len(shares) > 1 or not announce else 0
     while running or (waiting and not stop.asked):
         if stop.asked and not stopping:
             stopping = True
             for job in running:
                 job.stop()
         while waiting and free and not stop.asked:
-            running.append(
-                start_point(
-                    file, waiting.pop(0), free.pop(0), len(shares) if to_logs else 0, announce
-                )
-            )
+            point = waiting.pop(0)
+            running.append(start_point(file, point, free.pop(0), jobs_with_logs, announce))
         # a second Ctrl-C: the points were asked already, so keep waiting
         with suppress(KeyboardInterrupt):
             time.sleep(0.1)
-        for job in [job for job in running if job.process.poll() is not None]:
+        ended = [job for job in running if job.process.poll() is not None]
+        for job in ended:
             running.remove(job)
             free.append(job.gpus)
             if job.process.returncode == EXIT_CODE:
@@ -293,26 +331,30 @@ def train_points(
             yield job.point, job.process.returncode
 
 
-def start_point(file: str, point: Point, gpus: list[str], beside: int, announce: bool) -> Job:
-    """Start train.py on `gpus`; of several `beside` each other with a share of the cores, output in its train.log."""
+def start_point(
+    file: str, point: Point, gpus: list[str], jobs_with_logs: int, announce: bool
+) -> Job:
+    """Start train.py on `gpus`.
+
+    Of several jobs each has a share of the cores, and its output goes to its run's train.log.
+    """
     log = point.folder / "train.log"
     if announce:
-        print(
-            f"[{point.number}] {point.command(file, len(gpus))}{f'    # log: {log}' if beside else ''}",
-            flush=True,
-        )
-    launch = [sys.executable]
+        note = f"    # log: {log}" if jobs_with_logs else ""
+        print(f"[{point.number}] {point.command(file, len(gpus))}{note}", flush=True)
+    launcher = [sys.executable]
     if len(gpus) > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
-    command, env = [*launch, TRAIN, file, *point.overrides], dict(os.environ)
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
+    command = [*launcher, TRAIN, file, *point.overrides]
+    env = dict(os.environ)
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    elif beside:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // beside)))
-    if beside:
+    elif jobs_with_logs:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // jobs_with_logs)))
+    if jobs_with_logs:
         point.folder.mkdir(parents=True, exist_ok=True)
     follow = partial(end_with_parent, os.getpid())
-    with log.open("ab") if beside else nullcontext() as out:
+    with log.open("ab") if jobs_with_logs else nullcontext() as out:
         # In a process group of its own Ctrl-C reaches only the sweep, which passes it on once.
         process = subprocess.Popen(
             command, env=env, stdout=out, stderr=out, process_group=0, preexec_fn=follow
@@ -321,26 +363,27 @@ def start_point(file: str, point: Point, gpus: list[str], beside: int, announce:
 
 
 def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | None) -> None:
-    """Write scripts/slurm/train.sbatch as an array with one task per point, `parallel` of them at a time."""
+    """Write scripts/slurm/train.sbatch as an array with one task per point.
+
+    `parallel` tasks run at a time.
+    """
     limit = "" if parallel is None else f"%{parallel}"
-    options = [
-        line for line in SBATCH.read_text().splitlines() if re.match("#SBATCH (?!--output)", line)
-    ]
+    sbatch_lines = SBATCH.read_text().splitlines()
+    options = [line for line in sbatch_lines if re.match("#SBATCH (?!--output)", line)]
     lines = [
         "#!/usr/bin/env bash",
         f"# {len(left)} points of {file}, one task each. From the checkout's root: sbatch {path}",
-        "# By python -m scripts.sweep --slurm. scripts/slurm/train.sbatch, which it runs, explains what it needs.",
+        "# Written by python -m scripts.sweep --slurm. It runs scripts/slurm/train.sbatch, which",
+        "# explains what it needs.",
         *options,
         f"#SBATCH --array=0-{len(left) - 1}{limit}",
         "#SBATCH --output=nanokern-%A_%a.out",
         'case "$SLURM_ARRAY_TASK_ID" in',
-        *(
-            f"    {i}) set -- {shlex.join([file, *point.overrides])} ;;"
-            for i, point in enumerate(left)
-        ),
-        "esac",
-        f'exec bash {shlex.quote(str(SBATCH))} "$@"',
     ]
+    for task, point in enumerate(left):
+        arguments = shlex.join([file, *point.overrides])
+        lines.append(f"    {task}) set -- {arguments} ;;")
+    lines += ["esac", f'exec bash {shlex.quote(str(SBATCH))} "$@"']
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     print(f"sbatch {shlex.quote(str(path))}    # {len(left)} tasks")

@@ -1,8 +1,8 @@
-"""Does training still give the losses it gave? A short run on the CPU for every router, against tests/golden.json.
+"""Compare the losses of a short run of every router on the CPU with tests/golden.json.
 
-    python -m tools.golden               a table: router, largest relative difference, the first loss that differs
-    python -m tools.golden --update      today's losses become the golden ones; the commit says why they changed
-    python -m tools.golden --device cuda --json FILE       100 steps of the paper's routers there against the CPU here
+    python -m tools.golden            router, largest relative difference, first loss that differs
+    python -m tools.golden --update   today's losses become the golden ones; the commit says why
+    python -m tools.golden --device cuda --json FILE   the paper's routers there against this CPU
 
 Other machines round sums in another order: the difference was 3.5e-7 at most. It stays so small
 only while no token is undecided between two experts: with this seed the last one chosen scores at
@@ -29,35 +29,38 @@ from train import train
 
 FILE = Path(__file__).parent.parent / "tests" / "golden.json"
 TOLERANCE = 2e-6  # relative
-DEVICE_TOLERANCE, DEVICE_STEPS = 1e-3, 100  # another device's rounding grows from step to step
+DEVICE_STEPS = 100
+DEVICE_TOLERANCE = 1e-3  # relative: another device's rounding grows from step to step
 PAPER_ROUTERS = ["dense", "softmax", "sigmoid", "tanh", "kern"]
 CONFIG = FILE.with_suffix(".toml")
-TEXT = "a kernel weighs what lies near it and routers send every token to the few experts that know such tokens"
+TEXT = (
+    "a kernel weighs what lies near it and routers send every token to the few experts "
+    "that know such tokens"
+)
 
 
 def write_corpus(folder: Path) -> None:
-    """Write the data set `golden` in `folder`: the words of TEXT in random order, eight a line, as bytes.
+    """Write the data set `golden` in `folder`: words of TEXT in random order, eight a line, as bytes.
 
     A linear congruential generator with Knuth's MMIX constants draws them: no library's random
     numbers are used.
     """
-    vocabulary, state = TEXT.split(), 0
+    vocabulary = TEXT.split()
+    state = 0
     with Writer(folder / "golden", ByteTokenizer()) as writer:
         for split in ["train"] * 1500 + ["val"] * 60:
             sentence = []
             for _ in range(8):
                 state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
                 sentence.append(vocabulary[(state >> 33) % len(vocabulary)])
-            writer.write(
-                split,
-                np.frombuffer((" ".join(sentence) + "\n").encode(), np.uint8).astype(np.uint16),
-            )
+            line = (" ".join(sentence) + "\n").encode()
+            writer.write(split, np.frombuffer(line, np.uint8).astype(np.uint16))
         writer.finish("golden", {}, "python -m tools.golden")
 
 
 def train_router(router: str, folder: Path, *more: str) -> dict[str, float]:
-    """Train `router` on the corpus in `folder`; returns {"val 0": loss, "train 1": loss, ...}, by steps."""
-    name = "-".join([router, *(word.split("=")[1] for word in more)])
+    """Train `router` on the corpus in `folder`; returns {"val 0": loss, "train 1": loss, ...}."""
+    name = "-".join([router, *(override.split("=")[1] for override in more)])
     settings = [
         f"--model.router={router}",
         f"--run.name={name}",
@@ -66,24 +69,21 @@ def train_router(router: str, folder: Path, *more: str) -> dict[str, float]:
     ]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         train(configure.load(CONFIG, [*settings, *more]))
-    return {
-        f"{split} {line['step']}": line[f"{split}/loss"]
-        for line in read_metrics(folder / "runs" / name / "metrics.jsonl")
-        for split in ("train", "val")
-        if f"{split}/loss" in line
-    }
+    losses = {}
+    for line in read_metrics(folder / "runs" / name / "metrics.jsonl"):
+        for split in ("train", "val"):
+            if f"{split}/loss" in line:
+                losses[f"{split} {line['step']}"] = line[f"{split}/loss"]
+    return losses
 
 
 def compare_losses(losses: dict[str, float], golden: dict[str, float]) -> dict[str, float]:
-    """Find the relative difference of each loss of two runs; infinite where one is missing or not finite."""
-    names = golden | losses
-    differences = {
-        name: abs(losses.get(name, math.nan) / golden.get(name, math.nan) - 1) for name in names
-    }
-    return {
-        name: math.inf if math.isnan(difference) else difference
-        for name, difference in differences.items()
-    }
+    """Relative difference of each loss of two runs; infinite if one is missing or not finite."""
+    differences = {}
+    for name in golden | losses:
+        difference = abs(losses.get(name, math.nan) / golden.get(name, math.nan) - 1)
+        differences[name] = math.inf if math.isnan(difference) else difference
+    return differences
 
 
 @command
@@ -100,35 +100,33 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     tolerance = DEVICE_TOLERANCE if args.device else TOLERANCE
-    golden, losses, largest = json.loads(FILE.read_text())["losses"], {}, 0.0
-    more = (
-        [f"--train.device={args.device}", f"--train.max_steps={DEVICE_STEPS}"]
-        if args.device
-        else []
-    )
+    golden = json.loads(FILE.read_text())["losses"]
+    losses: dict[str, dict[str, float]] = {}
+    largest = 0.0
+    steps = f"--train.max_steps={DEVICE_STEPS}"
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder))
         for router in PAPER_ROUTERS if args.device else ROUTERS:
             if args.device:
-                golden[router] = train_router(router, Path(folder), *more[1:])  # on the CPU
-            losses[router] = train_router(router, Path(folder), *more)
+                golden[router] = train_router(router, Path(folder), steps)  # on the CPU
+                device = f"--train.device={args.device}"
+                losses[router] = train_router(router, Path(folder), device, steps)
+            else:
+                losses[router] = train_router(router, Path(folder))
             differences = compare_losses(losses[router], golden.get(router, {}))
-            largest = max(largest, *differences.values())
-            first = next(
-                (name for name, difference in differences.items() if difference > tolerance), None
-            )
-            print(
-                f"{router:15} {max(differences.values()):8.1e}  differs first: {first}", flush=True
-            )
+            worst = max(differences.values())
+            different = [name for name, value in differences.items() if value > tolerance]
+            first = different[0] if different else None
+            print(f"{router:15} {worst:8.1e}  differs first: {first}", flush=True)
+            largest = max(largest, worst)
     if args.json:
         rows = {router: {"cpu": golden[router], args.device: losses[router]} for router in losses}
         args.json.write_text(json.dumps(rows))
     if args.update and not args.device:
         made = json.dumps({"torch": torch.__version__})
-        rows = ",\n".join(
-            f"{json.dumps(router)}: {json.dumps(row)}" for router, row in losses.items()
-        )
-        FILE.write_text(f'{{"made": {made},\n"losses": {{\n{rows}}}}}\n')
+        rows = [f"{json.dumps(router)}: {json.dumps(row)}" for router, row in losses.items()]
+        body = ",\n".join(rows)
+        FILE.write_text(f'{{"made": {made},\n"losses": {{\n{body}}}}}\n')
     return int(largest > tolerance and not args.update)
 
 
