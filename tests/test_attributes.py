@@ -1,4 +1,4 @@
-"""configure/attributes.py: what each key's attributes say, by tables of their own and by what follows."""
+"""configure/attributes.py: keys' attributes, by tables of their own and by what reports do."""
 
 import re
 
@@ -16,16 +16,16 @@ from report.settings import group_runs
 NEUTRAL = """
 run.name run.dir run.seed model.backend data.dir
 train.micro_batch_size train.branch_from train.branch_step train.device train.compile train.parallel
-train.activation_checkpointing train.timeout_minutes train.max_skipped_steps train.checkpoint_interval
-train.checkpoint_minutes train.keep_checkpoints train.keep_steps train.on_save_error train.ema_decay
-train.deterministic eval.interval eval.tasks eval.task_interval eval.task_limit eval.tasks_dir
+train.activation_checkpointing train.timeout_minutes train.max_skipped_steps
+train.checkpoint_interval train.checkpoint_minutes train.keep_checkpoints train.keep_steps
+train.on_save_error train.ema_decay train.deterministic eval.interval eval.tasks eval.task_interval eval.task_limit eval.tasks_dir
 log.interval log.wandb log.project log.group log.tensorboard
 """
 # What arms of one setting may differ in.
 OPTIONS = """
 model.router model.n_hash_layer model.gate_scale model.gate_norm train.dtype train.balance_loss_coef
-train.balance_loss_scope train.z_loss_coef train.bias_update train.bias_update_rate optim.router_lr_ratio
-optim.expert_out_lr_ratio
+train.balance_loss_scope train.z_loss_coef train.bias_update train.bias_update_rate
+optim.router_lr_ratio optim.expert_out_lr_ratio
 """
 # Settings without effect, and under which they have one.
 CONDITIONAL = {
@@ -39,13 +39,16 @@ CONDITIONAL = {
 }
 DEFAULTS = {key: schema["default"] for key, schema in KEYS.items()}
 TABLES = {
-    "decay_branch": "train.branch_from train.branch_step optim.decay_fraction optim.decay optim.min_lr_ratio",
-    "scaled": "train.max_steps train.checkpoint_interval optim.warmup_steps eval.interval eval.windows log.interval",
+    "decay_branch": "train.branch_from train.branch_step optim.decay_fraction optim.decay "
+    "optim.min_lr_ratio",
+    "scaled": "train.max_steps train.checkpoint_interval optim.warmup_steps eval.interval "
+    "eval.windows log.interval",
     "in_every_run": "run.name optim.eps log.group",
     "validation_text": "model.block_size data.name data.mix eval.spread",
-    "routing_shape": "model.n_layer model.block_size model.n_expert model.top_k model.n_dense_layer",
-    "fixed_by_weights": "model.n_layer model.n_head model.qk_norm model.n_embd model.activation model.gated "
-    "model.norm model.pos model.tie_embeddings",
+    "routing_shape": "model.n_layer model.block_size model.n_expert model.top_k "
+    "model.n_dense_layer",
+    "fixed_by_weights": "model.n_layer model.n_head model.qk_norm model.n_embd model.activation "
+    "model.gated model.norm model.pos model.tie_embeddings",
     "track_option": "model.n_hash_layer train.bias_update",
 }
 

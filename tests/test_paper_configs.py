@@ -5,6 +5,7 @@ repository): ids of experiments, parameters without the position table, printed 
 """
 
 from itertools import product
+from operator import attrgetter
 
 import pytest
 from fake_runs import CONFIG
@@ -61,91 +62,75 @@ LEARNING_RATE = {768: 6e-4, 1024: 3e-4, 2048: 2e-4, 2560: 1.6e-4}
 
 # the 125M model of the paper; where it is silent, the 125M file of the DAPE repository
 DEFAULTS = {
-    "model": {
-        "n_layer": 12,
-        "n_head": 12,
-        "n_kv_head": 0,
-        "n_embd": 768,
-        "block_size": 512,
-        "vocab_size": 50304,
-    }
-    | {
-        "router": "kern",
-        "n_expert": 64,
-        "top_k": 8,
-        "expert_hidden": 384,
-        "n_shared_expert": 0,
-        "n_dense_layer": 0,
-    }
-    | {
-        "activation": "gelu",
-        "gated": False,
-        "norm": "layernorm",
-        "norm_eps": 1e-5,
-        "pos": "learned",
-        "bias": False,
-    }
-    | {
-        "tie_embeddings": True,
-        "dropout": 0.0,
-        "init_std": 0.02,
-        "gate_scale": 1.0,
-        "gate_norm": 0.0,
-        "qk_norm": "off",
-    },
-    "train": {
-        "batch_size": 256,
-        "micro_batch_size": 32,
-        "max_steps": 50_000,
-        "dtype": "auto",
-        "loss_spike": "off",
-    }
-    | {
-        "balance_loss_coef": 0.0,
-        "balance_loss_scope": "global",
-        "z_loss_coef": 0.0,
-        "bias_update_rate": 0.0,
-    }
-    | {
-        "ema_decay": 0.0,
-        "branch_from": "",
-        "init_from": "",
-        "on_save_error": "stop",
-        "keep_checkpoints": 2,
-    }
-    | {
-        "checkpoint_interval": -1,
-        "checkpoint_minutes": 10,
-        "max_skipped_steps": 20,
-        "spike_sigma": 6,
-    },
-    "optim": {
-        "name": "adamw",
-        "lr": 6e-4,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-    }
-    | {
-        "grad_clip": 1.0,
-        "schedule": "cosine",
-        "warmup_steps": 500,
-        "min_lr_ratio": 0.1,
-        "decay_fraction": 0.2,
-    }
-    | {"router_lr_ratio": 1.0, "expert_out_lr_ratio": 1.0},
-    "data": {"name": "books3", "document_mask": False},
-    "eval": {"interval": 1000, "windows": 2048, "spread": "documents", "tasks": ""},
-    "run": {"seed": 0, "dir": "runs"},
+    "model.n_layer": 12,
+    "model.n_head": 12,
+    "model.n_kv_head": 0,
+    "model.n_embd": 768,
+    "model.block_size": 512,
+    "model.vocab_size": 50304,
+    "model.router": "kern",
+    "model.n_expert": 64,
+    "model.top_k": 8,
+    "model.expert_hidden": 384,
+    "model.n_shared_expert": 0,
+    "model.n_dense_layer": 0,
+    "model.activation": "gelu",
+    "model.gated": False,
+    "model.norm": "layernorm",
+    "model.norm_eps": 1e-5,
+    "model.pos": "learned",
+    "model.bias": False,
+    "model.tie_embeddings": True,
+    "model.dropout": 0.0,
+    "model.init_std": 0.02,
+    "model.gate_scale": 1.0,
+    "model.gate_norm": 0.0,
+    "model.qk_norm": "off",
+    "train.batch_size": 256,
+    "train.micro_batch_size": 32,
+    "train.max_steps": 50_000,
+    "train.dtype": "auto",
+    "train.loss_spike": "off",
+    "train.balance_loss_coef": 0.0,
+    "train.balance_loss_scope": "global",
+    "train.z_loss_coef": 0.0,
+    "train.bias_update_rate": 0.0,
+    "train.ema_decay": 0.0,
+    "train.branch_from": "",
+    "train.init_from": "",
+    "train.on_save_error": "stop",
+    "train.keep_checkpoints": 2,
+    "train.checkpoint_interval": -1,
+    "train.checkpoint_minutes": 10,
+    "train.max_skipped_steps": 20,
+    "train.spike_sigma": 6,
+    "optim.name": "adamw",
+    "optim.lr": 6e-4,
+    "optim.beta1": 0.9,
+    "optim.beta2": 0.95,
+    "optim.eps": 1e-8,
+    "optim.weight_decay": 0.1,
+    "optim.grad_clip": 1.0,
+    "optim.schedule": "cosine",
+    "optim.warmup_steps": 500,
+    "optim.min_lr_ratio": 0.1,
+    "optim.decay_fraction": 0.2,
+    "optim.router_lr_ratio": 1.0,
+    "optim.expert_out_lr_ratio": 1.0,
+    "data.name": "books3",
+    "data.document_mask": False,
+    "eval.interval": 1000,
+    "eval.windows": 2048,
+    "eval.spread": "documents",
+    "eval.tasks": "",
+    "run.seed": 0,
+    "run.dir": "runs",
 }
 
 
 def test_defaults_are_the_papers():
-    values = configure.Config().model_dump()
-    assert {
-        section: {key: values[section][key] for key in keys} for section, keys in DEFAULTS.items()
-    } == DEFAULTS
+    config = configure.Config()
+    assert {key: attrgetter(key)(config) for key in DEFAULTS} == DEFAULTS
 
 
 def runs(stem):
@@ -196,9 +181,15 @@ def test_runs_are_those_of_the_paper(stem):
         routers, sets, length, shapes = PAPER[stem]
         wanted = product(routers, sets, shapes, [0, 1, 2] if stem == "seeds" else [0], [length])
         expanded = [
-            (c.model.router, c.data.name, (c.model.n_expert, c.model.top_k, c.model.expert_hidden), c.run.seed,
-             c.model.block_size) for c in configs
-        ]  # fmt: skip
+            (
+                c.model.router,
+                c.data.name,
+                (c.model.n_expert, c.model.top_k, c.model.expert_hidden),
+                c.run.seed,
+                c.model.block_size,
+            )
+            for c in configs
+        ]
         assert sorted(expanded) == sorted(wanted)
 
 

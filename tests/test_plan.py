@@ -44,44 +44,39 @@ def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
     assert facts["parameters"] == "6,952.4 M in all, 1,315.3 M active"
     assert facts["tokens"] == "6.55 B: 50,000 steps of 131,072"
     assert facts["checkpoint"].startswith(f"{12 * P / 2**30:.1f} GiB, 2 kept")
-    hours = (
-        50_000
-        * 131_072
-        * flops_per_token(configure.load(LARGE).model)
-        / (gpus * 312e12 * 0.25)
-        / 3600
-    )
-    assert (
-        facts["time"]
-        == f"{hours:,.1f} h on {gpus} x A100 at an MFU of 0.25, {hours * gpus:,.0f} GPU hours"
-    )
+    flops = 50_000 * 131_072 * flops_per_token(configure.load(LARGE).model)
+    hours = flops / (gpus * 312e12 * 0.25) / 3600
+    in_all = f"{hours * gpus:,.0f} GPU hours"
+    assert facts["time"] == f"{hours:,.1f} h on {gpus} x A100 at an MFU of 0.25, {in_all}"
     table = read_table(out)
-    shards = (
-        {"ddp": 1}
-        | ({} if gpus == 1 else {"zero2": gpus, "fsdp": gpus})
-        | ({"hsdp": 2} if per_node == 2 else {})
-    )
+    shards = {"ddp": 1}
+    if gpus > 1:
+        shards |= {"zero2": gpus, "fsdp": gpus}
+    if per_node == 2:
+        shards["hsdp"] = 2
     assert {*table} == {name + more for name in shards for more in ("", ", checkpointing")}
     for name, n in shards.items():
         state = sum(gibibytes(table[name][part]) for part in ("weights", "gradients", "optimizer"))
         assert state == pytest.approx(16 * P / n / 2**30, rel=0.01)
-        total = sum(
-            gibibytes(table[name][part]) for part in memory.Memory._fields if part in table[name]
-        )
+        parts = [part for part in memory.Memory._fields if part in table[name]]
+        total = sum(gibibytes(table[name][part]) for part in parts)
         assert gibibytes(table[name]["sum"]) == pytest.approx(total, abs=0.5)
         assert (table[name]["in 80 GiB"] == "fits") == (gibibytes(table[name]["sum"]) <= 0.92 * 80)
 
 
-@pytest.mark.parametrize("words, last_line", [
-    ("--gpus=8", "--train.parallel=zero2"),  # one micro-batch a step
-    ("--gpus=8 --memory=200", "--train.parallel=zero2"),  # though DDP fits
-    ("--gpus=8 --train.micro_batch_size=16 --memory=200", "--train.parallel=ddp"),  # two
-    ("--gpus=16 --train.micro_batch_size=16", "--train.parallel=hsdp"),
-    ("--gpus=4 --memory=24", "none fits"),
-    # 43.2 GiB without it are more than 92%
-    ("--gpus=8 --memory=45", "--train.activation_checkpointing=true"),
-    ("--gpus=8 --memory=40 --train.micro_batch_size=16", "--train.parallel=fsdp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, last_line",
+    [
+        ("--gpus=8", "--train.parallel=zero2"),  # one micro-batch a step
+        ("--gpus=8 --memory=200", "--train.parallel=zero2"),  # though DDP fits
+        ("--gpus=8 --train.micro_batch_size=16 --memory=200", "--train.parallel=ddp"),  # two
+        ("--gpus=16 --train.micro_batch_size=16", "--train.parallel=hsdp"),
+        ("--gpus=4 --memory=24", "none fits"),
+        # 43.2 GiB without it are more than 92%
+        ("--gpus=8 --memory=45", "--train.activation_checkpointing=true"),
+        ("--gpus=8 --memory=40 --train.micro_batch_size=16", "--train.parallel=fsdp"),
+    ],
+)
 def test_plan_ends_with_what_to_choose(call, words, last_line):
     assert last_line in call(plan.main, LARGE, *words.split()).splitlines()[-1]
 
@@ -111,12 +106,17 @@ def test_options_that_need_memory_are_planned(call):
     assert f"checkpoint       {16 * P / 2**30:.1f} GiB" in mean
 
 
-@pytest.mark.parametrize("word, error", [
-    ("--gpus=16", "set --train.batch_size=512 or --train.micro_batch_size=16"),
-    ("--gpus=0", "--gpus 0: expected more than 0"), ("--gpus-per-node=-1", "--gpus-per-node -1: expected more than 0"),
-    ("--memory=nan", "--memory nan: expected more than 0"), ("--mfu=0", "--mfu 0: expected a number above 0"),
-    ("--mfu=40", "--mfu 40: expected a number above 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "word, error",
+    [
+        ("--gpus=16", "set --train.batch_size=512 or --train.micro_batch_size=16"),
+        ("--gpus=0", "--gpus 0: expected more than 0"),
+        ("--gpus-per-node=-1", "--gpus-per-node -1: expected more than 0"),
+        ("--memory=nan", "--memory nan: expected more than 0"),
+        ("--mfu=0", "--mfu 0: expected a number above 0"),
+        ("--mfu=40", "--mfu 40: expected a number above 0"),
+    ],
+)
 def test_plan_refuses_bad_input(call, word, error):
     assert error in call(plan.main, LARGE, word, code=2)
 
@@ -158,17 +158,13 @@ def planned_and_kept(router, more, dtype):
 
 
 BLOCKS = [
-    *(
-        ("dense", []),
-        ("kern", []),
-        ("dense", GATED),
-        ("kern", [*GATED, "--model.n_shared_expert=2"]),
-    ),
-    *(
-        ("dense", HEADS[1:]),
-        ("dense", ["--model.qk_norm=all"]),
-        ("kern", [*HEADS, *GATED, "--model.qk_norm=head"]),
-    ),
+    ("dense", []),
+    ("kern", []),
+    ("dense", GATED),
+    ("kern", [*GATED, "--model.n_shared_expert=2"]),
+    ("dense", HEADS[1:]),
+    ("dense", ["--model.qk_norm=all"]),
+    ("kern", [*HEADS, *GATED, "--model.qk_norm=head"]),
 ]
 CASES = [(*block, dtype) for block in BLOCKS for dtype in ("float32", "bfloat16")]
 CASES.append(("softmax", ["--model.n_expert=256"], "float32"))  # more experts than channels
@@ -198,11 +194,18 @@ def test_the_first_parallelism_that_fits_is_chosen():
     assert memory.select_fitting(plans, None) == "ddp"
 
 
-@pytest.mark.parametrize("file, device, ranks, batch_size, chosen", [
-    ("125m", "cuda", 8, 256, "zero2"), ("125m", "cuda", 8, 512, "ddp"), ("125m", "cpu", 8, 256, "ddp"),
-    ("125m", "cuda", 16, 512, "ddp"), ("350m", "cuda", 8, 256, "zero2"), ("1b3", "cuda", 8, 512, "zero2"),
-    ("1b3", "cuda", 16, 512, "hsdp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "file, device, ranks, batch_size, chosen",
+    [
+        ("125m", "cuda", 8, 256, "zero2"),
+        ("125m", "cuda", 8, 512, "ddp"),
+        ("125m", "cpu", 8, 256, "ddp"),
+        ("125m", "cuda", 16, 512, "ddp"),
+        ("350m", "cuda", 8, 256, "zero2"),
+        ("1b3", "cuda", 8, 512, "zero2"),
+        ("1b3", "cuda", 16, 512, "hsdp"),
+    ],
+)
 def test_models_of_the_paper_on_gpus_of_80_gigabytes(
     monkeypatch, file, device, ranks, batch_size, chosen
 ):
@@ -228,7 +231,8 @@ def test_parallelism_that_the_ranks_do_not_allow_is_refused(tiny, way, ranks):
 @pytest.mark.parametrize("capacity, gpus", [(3, 2), (1.8, 4)])  # 92% of two with 1.8 GiB are 3.3
 def test_device_known_to_be_too_small_is_refused(capacity, gpus):
     shapes = {"wte.weight": (2**14, 2**14)}  # 4 GiB with gradients and AdamW's moments
-    error = rf"need 4.0 GiB a GPU, this one has {capacity:.1f} GiB: set --train.parallel=fsdp on {gpus} GPU"
+    error = f"need 4.0 GiB a GPU, this one has {capacity:.1f} GiB: "
+    error += f"set --train.parallel=fsdp on {gpus} GPU"
     with pytest.raises(RunError, match=error):
         memory.check_state_fits(SMALL, int(capacity * 2**30), shapes)
     memory.check_state_fits(SMALL, 4 * 2**30, shapes)

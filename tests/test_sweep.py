@@ -43,37 +43,43 @@ from pathlib import Path
 asked = []
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda *_: asked.append(1))
-point = " ".join(word.partition("=")[2] for word in sys.argv if word.startswith(("--model.router", "--run.seed")))
+named = [word for word in sys.argv if word.startswith(("--model.router", "--run.seed"))]
+point = " ".join(word.partition("=")[2] for word in named)
 note = {"point": point, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "threads": os.environ.get("OMP_NUM_THREADS"), "group": os.getpgid(0)}
 print("says", point, flush=True)
 with Path(sys.argv[0]).with_suffix(".jsonl").open("a") as file:
     file.write(json.dumps(note) + "\\n")
-waits = "WAIT_FOR" in os.environ
-while waits and not asked and not Path(os.environ["WAIT_FOR"]).exists() and Path(sys.argv[0]).exists():
+event = Path(os.environ.get("WAIT_FOR", "/"))
+while not asked and not event.exists() and Path(sys.argv[0]).exists():
     time.sleep(0.02)
 time.sleep(bool(asked) * point.count("1"))  # of points that are stopped one ends first
-sys.exit(int(os.environ.get("STOPPED_CODE", 75)) if asked else int(os.environ.get("EXIT_CODE", "dense" in point)))
+if asked:
+    sys.exit(int(os.environ.get("STOPPED_CODE", 75)))
+sys.exit(int(os.environ.get("EXIT_CODE", "dense" in point)))
 """
 
 
 @pytest.fixture
 def fake_trainer(tmp_path, monkeypatch):
-    """Replace train.py by a program that notes how it was started and waits until the file
-    `WAIT_FOR`, if it is set,
-    exists, or this test ends. Its exit code is `EXIT_CODE`, by default 1 for dense, or
-    `STOPPED_CODE`, 75, when asked to stop. Returns a function that reads those notes."""
+    """Replace train.py by a program that notes how it was started, and return a function that
+    reads those notes.
+
+    The program waits until the file `WAIT_FOR`, if it is set, exists, or this test ends. Its exit
+    code is `EXIT_CODE`, by default 1 for dense, or `STOPPED_CODE`, 75, when asked to stop.
+    """
     trainer = tmp_path / "fake" / "trainer.py"
     trainer.parent.mkdir()
     trainer.write_text(FAKE)
     monkeypatch.setattr(sweep, "TRAIN", trainer)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     notes = trainer.with_suffix(".jsonl")
-    yield (
-        lambda: (
-            [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
-        )
-    )
+
+    def read_notes():
+        lines = notes.read_text().splitlines() if notes.exists() else []
+        return [json.loads(line) for line in lines]
+
+    yield read_notes
     trainer.unlink()
 
 
@@ -83,28 +89,20 @@ def test_finished_points_are_skipped_and_others_are_not(sweep_file, fake_trainer
     for point in points[:2]:
         train_run(point.config)
     out = call(sweep.main, sweep_file, "--dry-run")
-    assert "4 points, 2 finished" in out and [number for number, _ in commands(out)] == [
-        "3/4",
-        "4/4",
-    ]
+    assert "4 points, 2 finished" in out
+    assert [number for number, _ in commands(out)] == ["3/4", "4/4"]
     assert f"[1/4] finished already: {points[0].folder}\n" in out
     assert points[0].steps_done() == 4 and points[2].steps_done() == 0
     for steps, done in ((6, 4), (3, 3)):
-        assert (
-            sweep.list_points(str(sweep_file), [f"--train.max_steps={steps}"])[0].steps_done()
-            == done
-        )
+        first = sweep.list_points(str(sweep_file), [f"--train.max_steps={steps}"])[0]
+        assert first.steps_done() == done
     (points[0].folder / "metrics.jsonl").write_text('{"step": 2, "tokens": 9, "val/loss": 2.0}\n')
     assert points[0].steps_done() == 3  # its last evaluation is left to do
-    assert (
-        sweep.main([str(sweep_file), "--optim.lr=1e-4", "--run.seed=0", "--model.router=dense"])
-        == 1
-    )
+    other = ["--optim.lr=1e-4", "--run.seed=0", "--model.router=dense"]
+    assert sweep.main([str(sweep_file), *other]) == 1
     assert [note["point"] for note in fake_trainer()] == ["0 dense"]  # of another config: it trains
-    (*_, name), *_ = (
-        point.overrides for point in sweep.list_points(str(sweep_file), ["--optim.lr=1e-4"])
-    )
-    assert name == f"--run.name={points[0].folder.name}-lr0.0001"
+    first = sweep.list_points(str(sweep_file), ["--optim.lr=1e-4"])[0]
+    assert first.overrides[-1] == f"--run.name={points[0].folder.name}-lr0.0001"
 
 
 def test_a_failed_point_is_named_and_a_stopped_one_stops_the_sweep(
@@ -123,12 +121,20 @@ def test_a_failed_point_is_named_and_a_stopped_one_stops_the_sweep(
     assert "failed: " not in said and "no runs in" not in said  # no table: it is not finished
 
 
-@pytest.mark.parametrize("words, says", [
-    # options are not guessed at
-    (["--optim.lrr=1"], "did you mean 'optim.lr'?"), (["--dry=1"], "unknown key"),
-    (["--parallel", "0"], "--parallel 0: expected 1 or more"), (["--mfu", "2"], "--mfu 2: expected"),
-    *((["--scale", x], f"--scale {x}: expected a number between 0 and 1") for x in ("0", "1", "-1", "nan")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        # options are not guessed at
+        (["--optim.lrr=1"], "did you mean 'optim.lr'?"),
+        (["--dry=1"], "unknown key"),
+        (["--parallel", "0"], "--parallel 0: expected 1 or more"),
+        (["--mfu", "2"], "--mfu 2: expected"),
+        (["--scale", "0"], "--scale 0: expected a number between 0 and 1"),
+        (["--scale", "1"], "--scale 1: expected a number between 0 and 1"),
+        (["--scale", "-1"], "--scale -1: expected a number between 0 and 1"),
+        (["--scale", "nan"], "--scale nan: expected a number between 0 and 1"),
+    ],
+)
 def test_sweep_refuses_bad_input(sweep_file, call, words, says):
     assert says in call(sweep.main, sweep_file, *words, code=2)
     assert "one config file is needed, found none" in call(sweep.main, code=2)
@@ -142,11 +148,8 @@ def test_missing_data_and_trunks_are_found_before_the_first_point_starts(
     )
     same = ["model.router=kern", "run.seed=0", "optim.schedule=wsd"]
     trunk = tiny(*same, "run.name=trunk", "train.max_steps=10", "train.keep_steps=4")
-    words = [
-        *(f"--{word}" for word in same),
-        f"--train.branch_from={folder.path_of(trunk)}",
-        "--train.max_steps=[5,8]",
-    ]
+    words = [f"--{word}" for word in same]
+    words += [f"--train.branch_from={folder.path_of(trunk)}", "--train.max_steps=[5,8]"]
     assert "[2/2]" in call(sweep.main, sweep_file, *words, "--dry-run")
     assert "no config.toml there, so not a run; train it first" in call(
         sweep.main, sweep_file, *words, code=2
@@ -182,32 +185,22 @@ def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_fil
     assert "327.68 M tokens" in out  # a hundredth of 32.77 B
     for _, (_, _, file, *overrides) in commands(out):
         config = configure.load(file, overrides)
-        assert (
-            config.train.max_steps,
-            config.optim.warmup_steps,
-            config.train.checkpoint_interval,
-        ) == (500, 5, -1)
+        train = config.train
+        steps = (train.max_steps, config.optim.warmup_steps, train.checkpoint_interval)
+        assert steps == (500, 5, -1)
         assert (config.eval.interval, config.eval.windows, config.log.interval) == (10, 20, 1)
-        assert config.run.dir == "there/rehearsal-0.01" and config.log.group.endswith(
-            "-rehearsal-0.01"
-        )
-    trunk, *_ = sweep.list_points(str(REPO_ROOT / "studies/config/length.toml"), [], scale=0.005)
+        assert config.run.dir == "there/rehearsal-0.01"
+        assert config.log.group.endswith("-rehearsal-0.01")
+    studies = REPO_ROOT / "studies/config"
+    trunk = sweep.list_points(str(studies / "length.toml"), [], scale=0.005)[0]
     assert (trunk.config.train.max_steps, trunk.config.train.keep_steps) == (40, "4,8,16")
-    branch, *_ = sweep.list_points(
-        str(REPO_ROOT / "studies/config/length_branches.toml"), [], scale=0.005
-    )
-    assert (branch.config.train.branch_from, branch.config.train.branch_step) == (
-        str(trunk.folder),
-        4,
-    )
-    tiny = sweep.list_points(str(sweep_file), ["--train.checkpoint_interval=0"], scale=0.001)[
-        0
-    ].config
-    assert (tiny.train.max_steps, tiny.optim.warmup_steps, tiny.train.checkpoint_interval) == (
-        1,
-        1,
-        0,
-    )
+    branch = sweep.list_points(str(studies / "length_branches.toml"), [], scale=0.005)[0]
+    train = branch.config.train
+    assert (train.branch_from, train.branch_step) == (str(trunk.folder), 4)
+    points = sweep.list_points(str(sweep_file), ["--train.checkpoint_interval=0"], scale=0.001)
+    tiny = points[0].config
+    steps = (tiny.train.max_steps, tiny.optim.warmup_steps, tiny.train.checkpoint_interval)
+    assert steps == (1, 1, 0)
 
 
 # ---- in parallel
@@ -233,7 +226,7 @@ def test_parallel_points_have_separate_logs_and_threads(
     monkeypatch.setenv("WAIT_FOR", str(done))
 
     def let_go():
-        """Let all points end, several looks after two have started: a third would have started too."""
+        """Let all points end, several looks after two have started: so a third could have."""
         assert done.exists() or len([*runs.glob("*/train.log")]) <= 2
         looks.append(len(fake_trainer()))
         if looks.count(2) == 10:
@@ -339,7 +332,8 @@ def test_no_point_outlives_the_sweep(sweep_file, tmp_path, fake_trainer, number,
     """However it ends, the point that it trains is asked to stop: then nobody holds their stdout
     any more.
     """
-    script = "import sys; from runtime.signals import Stop; from scripts import sweep; sweep.TRAIN = sys.argv.pop(1); "
+    script = "import sys; from runtime.signals import Stop; from scripts import sweep; "
+    script += "sweep.TRAIN = sys.argv.pop(1); "
     script += "sys.exit(sweep.main(sys.argv[1:], Stop().listen()))"
     command = [sys.executable, "-c", script, str(sweep.TRAIN), str(sweep_file)]
     env = os.environ | {"WAIT_FOR": str(tmp_path / "never")}
@@ -397,9 +391,17 @@ SLURM = {
 PROGRAMS = {
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": '[ "$1" = show ] && echo host1 || echo "$@" > requeued',
-    "scancel": 'echo "$@" > canceled; kill -USR1 "$(cat pid)"; touch done; while kill -0 "$(cat pid)"; do :; done',
-    "torchrun": f'printf "%s\\n" "$@" > arguments; echo "$OMP_NUM_THREADS $$" > started; echo $$ > pid\n'
-    f'[ -z "$WAIT" ] || for i in {{1..{10 * HANG}}}; do [ -e done ] && break; sleep 0.1; done; exit "${{CODE:-0}}"',
+    "scancel": """
+echo "$@" > canceled
+kill -USR1 "$(cat pid)"
+touch done
+while kill -0 "$(cat pid)"; do :; done""",
+    "torchrun": f"""
+printf "%s\\n" "$@" > arguments
+echo "$OMP_NUM_THREADS $$" > started
+echo $$ > pid
+[ -z "$WAIT" ] || for i in {{1..{10 * HANG}}}; do [ -e done ] && break; sleep 0.1; done
+exit ${{CODE:-0}}""",
 }
 
 
@@ -410,12 +412,10 @@ def slurm(tmp_path):
     for name, does in PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/bash\n{does}\n")
         (programs / name).chmod(0o755)
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("WAIT", "CODE", "OMP_NUM_THREADS")
-    }
-    return kept | SLURM | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    env = os.environ | SLURM | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    for name in ("WAIT", "CODE", "OMP_NUM_THREADS"):
+        env.pop(name, None)
+    return env
 
 
 def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm, call):
@@ -436,9 +436,8 @@ def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm,
         words = (tmp_path / "arguments").read_text().splitlines()
         assert words[words.index("train.py") :] == ["train.py", str(sweep_file), *point]
         assert words[:3] == ["--nnodes=1", "--nproc_per_node=4", "--rdzv_id=7-2"]
-        assert words[4] == "--rdzv_endpoint=host1:20007" and (
-            tmp_path / "started"
-        ).read_text().startswith("4 ")
+        assert words[4] == "--rdzv_endpoint=host1:20007"
+        assert (tmp_path / "started").read_text().startswith("4 ")
 
 
 @pytest.mark.parametrize("code", [75, 0])

@@ -40,7 +40,7 @@ TEXT = (
 
 
 def write_corpus(folder: Path) -> None:
-    """Write the data set `golden` in `folder`: words of TEXT in random order, eight a line, as bytes.
+    """Write the data set `golden` in `folder`: words of TEXT at random, eight a line, as bytes.
 
     A linear congruential generator with Knuth's MMIX constants draws them: no library's random
     numbers are used.

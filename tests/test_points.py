@@ -1,0 +1,128 @@
+"""configure/load.py: the [sweep] of a config file, its points, their names, linked axes, errors."""
+
+import re
+
+import pytest
+
+from configure import ConfigError, dumps, load, sweep_points
+
+
+def refuse(call, *args):
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+SWEEP = '[sweep]\n"model.router" = ["dense", "kern"]\noptim.lr = [1e-3, 1]\n'
+SHAPES = [(32, 4, 768), (64, 8, 384), (256, 32, 96)]
+LINKED = f"""
+[sweep]
+"model.n_expert, model.top_k,model.expert_hidden" = {[list(shape) for shape in SHAPES]}
+"""
+
+
+def test_points_are_the_product_in_file_order(write):
+    file = write(SWEEP)
+    points = sweep_points(file, ["--run.seed=1"])
+    pairs = [("dense", "0.001"), ("dense", "1"), ("kern", "0.001"), ("kern", "1")]
+    assert points == [
+        ["--run.seed=1", f"--model.router={router}", f"--optim.lr={lr}"] for router, lr in pairs
+    ]
+    config = load(file, points[1])
+    assert (config.run.name, config.log.group) == ("x-dense-lr1-seed1", "x")
+    assert (config.model.router, config.optim.lr, config.run.seed) == ("dense", 1.0, 1)
+    assert load(write(dumps(config), "config.toml")) == config
+    assert load(file, [*points[0], "--log.group=mine"]).log.group == "mine"
+
+
+def test_load_refuses_open_axes_and_names_the_commands(write):
+    """That train and plan the first point."""
+    file = write(SWEEP)
+    text = refuse(load, file)
+    assert "sweeps model.router, optim.lr" in text and f"python -m scripts.sweep {file}" in text
+    commands = re.findall(r"python (?:train.py|-m scripts.plan) (.*)", text)
+    assert commands == [f"{file} --model.router=dense --optim.lr=0.001"] * 2
+    load(file, commands[0].split()[1:])
+    assert "sweeps optim.lr," in refuse(load, file, ["--model.router=kern"])
+
+
+@pytest.mark.parametrize(
+    ("axis", "names"),
+    [
+        ("sweep = 3", "sweep = 3: expected a list of values"),
+        ("sweep.model = [{}]", "model = {}: is a section"),
+        ('sweep."model.router" = []', "model.router = []: expected a list of values"),
+        ('sweep.router = ["kern"]', "unknown key; did you mean 'model.router'?"),
+        ('sweep."model.router" = ["kern", "kernn"]', "model.router = 'kernn'"),
+        (
+            'sweep."model.n_expert, model.top_k" = [[32, 4], [64]]',
+            "expected a list of rows of 2 values",
+        ),
+        ('sweep."model.n_expert, model.top_k" = 32', " = 32: expected a list of rows of 2 values"),
+        ('sweep."model.n_expert, model.top_k" = [[32, "4"]]', "model.top_k = '4': "),
+        ('sweep."model.n_expert," = [[32, 4]]', "'' = 4: unknown key"),
+        (
+            'sweep."model.top_k, run.seed" = [[4, 4]]\nsweep.run.seed = [1]',
+            "run.seed: is in the axes more than once",
+        ),
+    ],
+)
+def test_a_wrong_axis_fails_before_the_first_run(write, axis, names):
+    file = write(axis)
+    for text in (refuse(load, file, ["--model.router=kern"]), refuse(sweep_points, file)):
+        assert text.startswith(str(file)) and names in text
+    assert refuse(sweep_points, write("sweep.model.top_k = [8, 65]")).startswith(
+        "model.top_k = 65 is more"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("sweep.run.seed = [1, 1]", []),
+        ("", ["--optim.lr=[1e-3,2e-3]"]),
+        ("run.name = 'x'\nsweep.run.seed = [1, 2]", []),
+        ('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 16]]', []),
+    ],
+)
+def test_points_never_share_a_folder(write, text, overrides):
+    message = refuse(sweep_points, write(text), overrides)
+    assert "two points would write to runs/" in message and "leave run.name unset" in message
+    assert len(sweep_points(write("run.name = 'x'\nsweep.run.dir = ['a', 'b']"))) == 2
+
+
+def test_linked_keys_take_their_values_row_by_row(write):
+    file = write(LINKED + 'data.name = ["books3", "arxiv"]', "g.toml")
+    configs = [load(file, point) for point in sweep_points(file)]
+    shapes = [(c.model.n_expert, c.model.top_k, c.model.expert_hidden) for c in configs[::2]]
+    assert shapes == SHAPES
+    names = [f"g-kern-n_expert{n}-{text}" for n in (32, 64, 256) for text in ("books3", "arxiv")]
+    assert [c.run.name for c in configs] == names
+    # the first key's values repeat
+    file = write('sweep."model.n_expert, model.top_k" = [[32, 4], [64, 4], [64, 8]]', "g.toml")
+    names = [load(file, point).run.name for point in sweep_points(file)]
+    assert names == [f"g-kern-n_expert{n}-top_k{k}" for n, k in ((32, 4), (64, 4), (64, 8))]
+    file = write(LINKED, "g.toml")
+    text = refuse(load, file, ["--model.top_k=2"])  # they are overridden together
+    assert "are linked, set all of them or none; add " in text
+    given = ["--model.top_k=2", *re.findall(r"--\S+=", text.replace("VALUE", ""))]
+    given[1:] = [f"{override}16" for override in given[1:]]
+    assert [load(file, point).model.n_expert for point in sweep_points(file, given)] == [16]
+
+
+def test_a_list_on_the_command_line_is_an_axis(write):
+    file = write(SWEEP)
+    points = sweep_points(file, ["--run.seed=[0, 1]", "--optim.lr=[0.5]", "--log.interval=3"])
+    rows = [("dense", 0), ("dense", 1), ("kern", 0), ("kern", 1)]
+    point = "--log.interval=3 --model.router={} --optim.lr=0.5 --run.seed={}"
+    assert [" ".join(overrides) for overrides in points] == [point.format(*row) for row in rows]
+    names = [load(file, point).run.name for point in points]
+    assert names == [f"x-{router}-lr0.5-seed{seed}" for router, seed in rows]
+    assert len(sweep_points(file, ['--model.router=["kern"]'])) == 2
+    wrong = {
+        '[0, "x"]': "run.seed = 'x': ",
+        "[]": "run.seed = []: expected a list of values",
+    }
+    for override, names in wrong.items():
+        text = refuse(sweep_points, file, [f"--run.seed={override}"])
+        assert text.startswith("command line: ") and names in text
