@@ -6,6 +6,7 @@ Either a loss in training (`balance_loss`), or the selection bias β: moved by a
 Shapes: N tokens, B sequences, L layers, E experts, K = top_k.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,27 @@ class Stats(NamedTuple):
     zero_gates: Tensor  # (L,) fraction of the N·K gates that are exactly 0
     gate_square: Tensor  # (L,) mean over tokens of Σ g², the sum over a token's K gates
     gate_sum: Tensor  # (L,) mean over tokens of Σ g
+    # The fields so far are in the order of `Router.fused`. Another metric comes here.
     # (L, E, MARGIN_BINS) int64, `count_margins`; only for train.bias_update = "quantile"
     margins: Tensor | None = None
+
+
+class LayerMetric(NamedTuple):
+    """How a field of Stats that is a mean over tokens, (L,), is logged."""
+
+    name: str  # router/NAME for training steps and val/NAME: the mean over layers
+    by_layer: bool = True  # each layer, too, as NAME_of_layers
+    in_validation: bool = True
+    transform: Callable[[Tensor], Tensor] | None = None  # of the mean over tokens
+
+
+# {field of Stats: how it is logged}. Checkpoints have sums in this order: add at the end.
+LAYER_METRICS = {
+    "entropy": LayerMetric("entropy", in_validation=False),
+    "zero_gates": LayerMetric("zero_gates", by_layer=False),
+    "gate_square": LayerMetric("gate_norm", transform=torch.sqrt),
+    "gate_sum": LayerMetric("gate_sum"),
+}
 
 
 def expert_loads(experts: Tensor, n_expert: int) -> Tensor:

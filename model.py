@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import Attention, Documents, KVCache, find_documents, make_norm
-from balance import Stats, count_margins, measure
+from balance import LAYER_METRICS, Stats, count_margins, measure
 from configure.schema import Model as ModelConfig
 from gate_norm import gate_scale
 from kernels import add, add_norm, expert_mlp, route
@@ -321,11 +321,15 @@ def stack_stats(layers: list[Stats | None], device: torch.device) -> Stats:
     """Stack the Stats of the layers with experts to one with a row for each; no rows if all layers are dense."""
     rows = [stats for stats in layers if stats is not None]
     if not rows:
-        none = torch.zeros(0, 0, 0, device=device)
-        return Stats(none.long(), none, *torch.zeros(5, 0, device=device))
-    stacked = Stats(*map(torch.stack, zip(*(stats[:-1] for stats in rows), strict=True)))
-    margins = [stats.margins for stats in rows if stats.margins is not None]
-    return stacked._replace(margins=torch.stack(margins)) if margins else stacked
+        loads = torch.zeros(0, 0, 0, dtype=torch.int64, device=device)
+        empty = torch.zeros(0, device=device)
+        metrics: dict[str, Any] = dict.fromkeys(LAYER_METRICS, empty)
+        return Stats(loads, loads.float(), z_loss=empty, **metrics)
+    fields: dict[str, Any] = {}
+    for name in Stats._fields:
+        values = [getattr(stats, name) for stats in rows]
+        fields[name] = None if values[0] is None else torch.stack(values)
+    return Stats(**fields)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

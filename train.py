@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 
@@ -32,16 +32,16 @@ from balance import Stats, balance_loss
 from configure.schema import Optim, Train
 from data.loader import prefetch
 from runtime import Stopped, distributed
-from runtime.batches import micro_batches, seed_step
+from runtime.batches import Batch, RankBatches, seed_step
 from runtime.cadence import Cadence
 from runtime.checkpoint import Saver
 from runtime.folder import RunFolder, path_of
-from runtime.guard import Guard
+from runtime.guard import Guard, Recomputed
 from runtime.parallel import set_gradient_sync
-from runtime.preflight import OpenTasks, Plan
+from runtime.preflight import OpenTasks, ReadWeights, plan_run
 from runtime.reporter import Reporter, SilentReporter
 from runtime.signals import Stop
-from runtime.state import TrainState
+from runtime.state import TrainState, build_state
 from runtime.statistics import Statistics
 from runtime.validation import evaluate
 
@@ -59,105 +59,110 @@ def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
     progress = max(0, step - start) / max(1, max_steps - start)
     if optim.schedule == "cosine":
         height = 0.5 * (1 + math.cos(math.pi * progress))
+    elif optim.decay == "linear":
+        height = 1 - progress
     else:
-        height = 1 - (progress if optim.decay == "linear" else math.sqrt(progress))
+        height = 1 - math.sqrt(progress)
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * height)
 
 
-def step_loads(plan: Plan, state: TrainState, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Loads (L, E) of a whole step over all ranks, in a forward pass of its micro-batches without gradients.
+def step_loads(state: TrainState, micro_batches: list[Batch]) -> Tensor:
+    """Loads (L, E) of a step over all ranks, from a forward pass without gradients.
 
-    The loads of the step before would be free, but with them the balance loss chases loads that it
-    has just moved, and does not balance a small model at a high rate (docs/LOG.md). Dropout draws
-    the same numbers in the pass to come.
+    The loads of the previous step would be free, but with them the balance loss chases loads that
+    it has just moved, and does not balance a small model at a high rate (docs/LOG.md). Dropout
+    draws the same numbers in the training pass.
     """
-    cuda = [plan.device] if plan.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(cuda), plan.autocast:
-        of_parts = [state.runner(x, y).stats.loads.sum(1) for x, y in parts]
-    return distributed.sum_over_ranks(torch.stack(of_parts).sum(0))
+    cuda = [state.compute.device] if state.compute.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(cuda):
+        loads = [state.forward(x, y).stats.loads.sum(1) for x, y in micro_batches]
+    return distributed.sum_over_ranks(torch.stack(loads).sum(0))
 
 
 def auxiliary_loss(
-    train: Train, routing: Stats, loads: Tensor | None = None, n_hash_layer: int = 0
+    train: Train, stats: Stats, step_loads: Tensor | None = None, n_hash_layer: int = 0
 ) -> Tensor:
-    """Weighted balance loss and z-loss of a micro-batch, mean over layers: (), 0 if no layer has a router.
+    """Weighted balance loss and z-loss of a micro-batch, mean over layers: (); 0 without routers.
 
     Args:
-        train: their weights and train.balance_loss_scope.
-        routing: of the micro-batch.
-        loads: (L, E) of the whole step, over all ranks, for scope "global". The loss is linear in
-            the scores, so with loads that all micro-batches share it does not depend on how a step
-            is cut up.
+        train: the weights of both losses, and train.balance_loss_scope.
+        stats: of the micro-batch.
+        step_loads: (L, E) of the whole step, over all ranks, for scope "global". The loss is linear
+            in the scores, so with loads that all micro-batches share it does not depend on how a
+            step is divided into micro-batches.
         n_hash_layer: the first of the L layers, where scores choose no experts: they have no
             balance loss.
     """
-    loss = routing.z_loss.new_zeros(())
-    if len(routing.loads) and train.balance_loss_coef:
-        if train.balance_loss_scope != "sequence":
-            loads = (routing.loads.sum(1) if loads is None else loads)[:, None]  # (L, 1, E)
+    loss = stats.z_loss.new_zeros(())
+    if len(stats.loads) == 0:
+        return loss
+    if train.balance_loss_coef:
+        if train.balance_loss_scope == "sequence":
+            loads = stats.loads  # (L, B, E)
+        elif step_loads is not None:
+            loads = step_loads[:, None]  # (L, 1, E)
         else:
-            loads = routing.loads  # (L, B, E)
-        loss = (
-            loss
-            + train.balance_loss_coef
-            * balance_loss(routing.probability, loads)[n_hash_layer:].mean()
-        )
-    if len(routing.loads) and train.z_loss_coef:
-        loss = loss + train.z_loss_coef * routing.z_loss.mean()
+            loads = stats.loads.sum(1, keepdim=True)  # (L, 1, E)
+        by_layer = balance_loss(stats.probability, loads)[n_hash_layer:]
+        loss = loss + train.balance_loss_coef * by_layer.mean()
+    if train.z_loss_coef:
+        loss = loss + train.z_loss_coef * stats.z_loss.mean()
     return loss
 
 
 def forward_backward(
-    plan: Plan, state: TrainState, batches: Iterator[tuple[Tensor, Tensor]]
+    state: TrainState, batches: Iterator[Batch], accumulation: int, train: Train
 ) -> tuple[Statistics, list[Tensor]]:
-    """Add one step's gradients, times the loss scale, to those in place.
-
-    Nothing waits for the device.
+    """Add a step's gradients, times the loss scale, to p.grad. Nothing waits for the device.
 
     Args:
-        plan: the run's plan.
         state: model and loss scale.
-        batches: this rank's micro-batches, (B, T) int64 inputs and targets; a step's number of them
-            is taken.
+        batches: this rank's micro-batches, (B, T) int64 inputs and targets; the step reads the next
+            `accumulation`.
+        accumulation: micro-batches of one rank in a step.
+        train: settings of the auxiliary losses and the batch.
 
     Returns:
         The step's statistics over all ranks, and the loss of each of this rank's micro-batches, (),
         nats per token.
     """
-    train, count = plan.config.train, plan.accumulation
-    stats, losses, scale = state.interval.new(state.n_bin), [], state.updates.scale
-    parts = []
-    for x, y in islice(batches, count):
-        parts.append((x.to(plan.device, non_blocking=True), y.to(plan.device, non_blocking=True)))
-    shared = train.balance_loss_coef and train.balance_loss_scope == "global" and len(stats.loads)
-    with (
-        state.model.cast_once(plan.dtype, state.optimizer.fresh_copies())
-        if plan.shares_casts
-        else nullcontext()
-    ):
-        loads = step_loads(plan, state, parts) if shared and count > 1 else None
-        for micro, (x, y) in enumerate(parts):
-            set_gradient_sync(state.runner, plan.parallel, last=micro == count - 1)
-            with plan.autocast:
-                _, loss, routing, _ = state.runner(x, y)
-            if shared and count == 1:
-                loads = distributed.sum_over_ranks(routing.loads.sum(1))
-            aux_loss = auxiliary_loss(train, routing, loads, plan.config.model.n_hash_layer)
-            ((loss + aux_loss) * scale / count).backward()
-            losses.append(loss.detach())
-            stats.add_micro_batch(loss, aux_loss, routing)
+    stats = state.interval.new(state.selection_bias.n_bin)
+    losses = []
+    scale = state.updates.scale
+    device = state.compute.device
+    micro_batches = []
+    for x, y in islice(batches, accumulation):
+        micro_batches.append((x.to(device, non_blocking=True), y.to(device, non_blocking=True)))
+    needs_step_loads = (
+        len(stats.loads) > 0 and train.balance_loss_coef and train.balance_loss_scope == "global"
+    )
+    with state.cast_experts_once():
+        loads = None
+        if needs_step_loads and accumulation > 1:
+            loads = step_loads(state, micro_batches)
+        for number, (x, y) in enumerate(micro_batches):
+            set_gradient_sync(state.runner, state.compute.parallel, last=number == accumulation - 1)
+            out = state.forward(x, y)
+            assert out.loss is not None, "there are targets"
+            if needs_step_loads and accumulation == 1:
+                loads = distributed.sum_over_ranks(out.stats.loads.sum(1))
+            aux_loss = auxiliary_loss(train, out.stats, loads, state.model.config.n_hash_layer)
+            ((out.loss + aux_loss) * scale / accumulation).backward()
+            losses.append(out.loss.detach())
+            stats.add_micro_batch(out.loss, aux_loss, out.stats)
     distributed.sum_over_ranks(stats.vector)
     stats.to_step_means(train.batch_size / train.micro_batch_size)
     return stats, losses
 
 
 def recompute(
-    plan: Plan, state: TrainState, ranks: distributed.Ranks, step: int
-) -> tuple[list[Tensor], float]:
-    """Forward and backward pass of a step once more: this rank's losses, and the step's learning rate."""
-    seed_step(plan.config.run.seed, step, ranks)
-    _, losses = forward_backward(plan, state, micro_batches(plan, [step], ranks))
-    return losses, learning_rate(plan.config.optim, plan.config.train.max_steps, step)
+    state: TrainState, batches: RankBatches, config: configure.Config, step: int
+) -> Recomputed:
+    """Repeat the forward and backward pass of a step (from 0), for a crash dump."""
+    seed_step(config.run.seed, step, batches.ranks)
+    _, losses = forward_backward(state, batches.read([step]), batches.accumulation, config.train)
+    lr = learning_rate(config.optim, config.train.max_steps, step)
+    return Recomputed(losses, batches.locate(step), lr)
 
 
 def train(
@@ -165,15 +170,17 @@ def train(
     stop: Stop | None = None,
     open_tasks: OpenTasks | None = None,
     notes: Iterable[str] = (),
+    read_weights: ReadWeights | None = None,
 ) -> None:
     """Train the run that `config` describes, from its newest intact checkpoint on.
 
     Args:
         config: checked settings (`configure.load`).
         stop: its `asked` ends the run at a checkpoint; it may be set at any time, by any rank.
-        open_tasks: `eval.in_loop.TaskScores`, which scores the model on eval.tasks; needed with
-            those alone.
-        notes: lines to print once nothing is left that could refuse the run.
+        open_tasks: `eval.in_loop.TaskScores`, which scores the model on eval.tasks; only they need
+            it.
+        notes: lines to print after all checks.
+        read_weights: `hf.init_from.read_initial_weights`; only train.init_from needs it.
 
     Raises:
         RunError: the run cannot start or continue.
@@ -181,14 +188,16 @@ def train(
         Stopped: asked to stop; a checkpoint is saved.
     """
     stop = stop or Stop()
-    if line := RunFolder(path_of(config)).describe_finished(config):
-        return distributed.print_once(line)
+    finished = RunFolder(path_of(config)).describe_finished(config)
+    if finished:
+        return distributed.print_once(finished)
     if config.train.deterministic:
         distributed.make_deterministic()
-    plan = Plan(config, open_tasks)  # reads only; raises whatever is wrong with the input
+    plan = plan_run(config, open_tasks, read_weights)  # reads only; raises every user error
+    config = plan.config
     for note in notes:
         distributed.print_once(note)
-    seed, max_steps = config.run.seed, config.train.max_steps
+    max_steps = config.train.max_steps
 
     with ExitStack() as stack:  # closes everything, the last first, on every path
         stack.enter_context(distributed.attention_kernels(plan.device, config.train.deterministic))
@@ -199,26 +208,29 @@ def train(
         distributed.check_agreement(agreed, ranks)
         with distributed.share_errors(ranks):
             stack.enter_context(plan.run.claim(ranks))
-        state = stack.enter_context(TrainState(plan, ranks))
+        state = stack.enter_context(build_state(plan, ranks))
         with distributed.share_errors(ranks):
             report = stack.enter_context(
                 Reporter(plan, state, ranks) if ranks.rank == 0 else SilentReporter()
             )
         saver = stack.enter_context(
-            Saver(plan.run.checkpoints, ranks, plan.sharded, plan.config.train)
+            Saver(plan.run.checkpoints, ranks, state.compute.sharded, config.train)
         )
-        batches = prefetch(micro_batches(plan, range(state.step, max_steps), ranks))
+        rank_batches = RankBatches(
+            plan.loader, plan.accumulation, config.train.micro_batch_size, ranks
+        )
+        batches = prefetch(rank_batches.read(range(state.step, max_steps)))
         stack.callback(batches.close)
-        cadence = Cadence(plan, state.step, ranks, stop)
-        guard = Guard(plan, state, ranks, partial(recompute, plan, state, ranks))
+        cadence = Cadence(config, state.step, state.step in plan.evaluated_steps, ranks, stop)
+        guard = Guard(plan.run, state, ranks, partial(recompute, state, rank_batches, config))
 
         for step in range(state.step, max_steps + 1):  # `step` optimizer steps are done
-            due = cadence.at(step)  # the ranks agree through their hosts: no device is waited for
+            due = cadence.at(step)  # the ranks agree through their hosts, not through devices
             if due.evaluate or due.save:
-                guard.check()  # waits for the device; no checkpoint of a run that is halted
+                guard.check()  # waits for the device; a halted run saves no checkpoint
             with report.pause():
                 if due.evaluate:
-                    values = evaluate(state, plan, step, ranks, stop)
+                    values = evaluate(state, step, plan.validation, plan.tasks, config, ranks, stop)
                     if values is None:
                         due = cadence.at(step)  # some rank was asked to stop meanwhile
                     else:
@@ -226,44 +238,39 @@ def train(
                         guard.check_val_loss(step, values["val/loss"])
                 if due.save:
                     report.sync()
-                    saver.save(
-                        step,
-                        state.model,
-                        state.optimizer,
-                        state.tensors,
-                        state.metadata | report.metadata,
-                    )
+                    metadata = state.metadata | report.metadata
+                    saver.save(step, state.model, state.optimizer.parts, state.tensors, metadata)
                     cadence.note_save(step)
                 saver.poll()
             if due.stop or step == max_steps:
                 break
 
-            seed_step(seed, step, ranks)  # dropout depends on nothing else
+            seed_step(config.run.seed, step, ranks)  # dropout depends on nothing else
             lr = learning_rate(config.optim, max_steps, step)
-            stats, _ = forward_backward(plan, state, batches)
+            stats, _ = forward_backward(state, batches, plan.accumulation, config.train)
             taken = state.updates.step(step, lr, stats.loss)  # decided on the device
             state.zero_grad()
-            state.update_selection_bias(stats, taken)
+            state.selection_bias.update(stats, taken)
             if state.average:
                 state.average.update(taken)
-            state.interval.vector += stats.vector[: len(state.interval.vector)]  # without margins
+            state.interval.add_step(stats)
             report.count_step()
             if cadence.is_log_due(step + 1):
                 counters = guard.check()  # waits for the device
-                report.log_steps(
-                    step + 1, lr, counters, state.interval.mean(), state.describe_routers()
-                )
+                routers = state.describe_routers()
+                report.log_steps(step + 1, lr, counters, state.interval.mean(), routers)
                 state.interval.vector.zero_()
 
     if due.stop:
         raise Stopped(
-            f"{plan.run}: asked to stop, saved at step {cadence.saved_step}. The same command resumes it"
+            f"{plan.run}: asked to stop, saved at step {cadence.saved_step}. The same command "
+            "resumes it"
         )
     distributed.print_once(f"{plan.run}: finished, {plan.run.describe_result(max_steps)}")
 
 
 def find_scorer(config: configure.Config) -> OpenTasks | None:
-    """Check eval.tasks and return what scores a model on them; None without tasks, so that eval is not imported."""
+    """Check eval.tasks and return their scorer; None without tasks: eval is not imported."""
     if not config.eval.task_names:
         return None
     from eval.in_loop import TaskScores, check_run_tasks
@@ -272,11 +279,20 @@ def find_scorer(config: configure.Config) -> OpenTasks | None:
     return TaskScores
 
 
+def find_reader(config: configure.Config) -> ReadWeights | None:
+    """The reader of train.init_from; None if it is empty."""
+    if not config.train.init_from:
+        return None
+    from hf.init_from import read_initial_weights
+
+    return read_initial_weights
+
+
 def main(argv: list[str], stop: Stop | None = None) -> int:
     """Train from a command line. Returns the exit code."""
 
     def start(config: configure.Config, notes: list[str]) -> None:
-        train(config, stop, find_scorer(config), notes)
+        train(config, stop, find_scorer(config), notes, find_reader(config))
 
     return launch(argv, start)
 

@@ -6,6 +6,7 @@ resumes from a checkpoint of its own does not look at them. Reading them execute
 
 import json
 import re
+from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,6 @@ from hf.upcycle import find_overrides, is_upcycled, upcycle
 from model import GPT
 from router import Router, find_spec
 from runtime import RankError, RunError, checkpoint, distributed, folder
-from runtime.preflight import Plan
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -66,11 +66,19 @@ class Weights(NamedTuple):
         if ranks.rank == 0:
             print("; ".join(self.notes))
 
-    def match_gates(self, model: GPT, plan: Plan, ranks: distributed.Ranks) -> None:
+    def match_gates(
+        self,
+        model: GPT,
+        config: Config,
+        batches: Iterator[tuple[Tensor, Tensor]],
+        autocast: torch.autocast,
+        ranks: distributed.Ranks,
+    ) -> None:
         """Compare the new routers of `model` with the old ones, if any, set their scale, and print a line."""
         if self.routers:
-            text = match_gates(model, self.routers, plan, ranks)
-            distributed.print_once(f"{plan.run}: on training windows, {text}")
+            text = match_gates(model, self.routers, config, batches, autocast, ranks)
+            run = folder.path_of(config)
+            distributed.print_once(f"{run}: on training windows, {text}")
 
 
 def read_initial_weights(config: Config) -> Weights:

@@ -5,21 +5,21 @@ ReLU cuts at 0: so W is centred. And the gates would have another size: so the c
 layer.
 """
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from configure import Config
 from configure.schema import Model
 from gate_norm import gate_scale
 from model import GPT
 from router import Router, Routing, find_spec
-from runtime.batches import micro_batches
 from runtime.distributed import Ranks, sum_over_ranks
-from runtime.preflight import Plan
 
 TOKENS = 2**13  # at least, to measure the gates of a new router on
 
@@ -57,7 +57,14 @@ def take_routers(
 
 
 @torch.no_grad()
-def match_gates(model: GPT, old: dict[str, Router], plan: Plan, ranks: Ranks) -> str:
+def match_gates(
+    model: GPT,
+    old: dict[str, Router],
+    config: Config,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    autocast: torch.autocast,
+    ranks: Ranks,
+) -> str:
     """Give each layer's gates the norm √E‖g‖² of its `old` router's, on training windows.
 
     Every rank calls it.
@@ -67,9 +74,10 @@ def match_gates(model: GPT, old: dict[str, Router], plan: Plan, ranks: Ranks) ->
     nor model.gate_scale is. `model` is as `parallel.distribute` leaves it. Returns in words what
     both routers have, and the factors.
     """
-    settings, train = plan.config.model, plan.config.train
-    size = train.micro_batch_size * settings.block_size * ranks.world_size
-    batches = [*islice(micro_batches(plan, count(), ranks), -(-TOKENS // size))]
+    settings = config.model
+    train = config.train
+    tokens_per_batch = train.micro_batch_size * settings.block_size * ranks.world_size
+    first_batches = list(islice(batches, -(-TOKENS // tokens_per_batch)))
     news: dict[str, Router] = {place: model.get_submodule(place) for place in old}  # pyrefly: ignore[bad-assignment]
     # Σ g² of the new routers
     squares = dict.fromkeys(old, torch.zeros((), dtype=torch.float64, device=ranks.device))
@@ -78,7 +86,7 @@ def match_gates(model: GPT, old: dict[str, Router], plan: Plan, ranks: Ranks) ->
         place: str, _: Router, args: tuple, given: dict[str, Any], routing: Routing
     ) -> Routing:
         gate_square = routing.weights.square().sum() / len(routing.weights)
-        squares[place] = squares[place] + gate_square.double() / len(batches)
+        squares[place] = squares[place] + gate_square.double() / len(first_batches)
         return old[place].to(ranks.device)(*args, **given)
 
     model.eval()
@@ -89,7 +97,7 @@ def match_gates(model: GPT, old: dict[str, Router], plan: Plan, ranks: Ranks) ->
                     partial(route_as_before, place), with_kwargs=True
                 )
                 hooks.enter_context(hook)
-            wanted, before = measure(model, batches, plan, ranks)
+            wanted, before = measure(model, first_batches, autocast, ranks)
         ratio = wanted / (sum_over_ranks(torch.stack([*squares.values()])) / ranks.world_size)
         text = ""
         if train.match_gates and not settings.gate_norm and settings.gate_scale == 1:
@@ -98,18 +106,18 @@ def match_gates(model: GPT, old: dict[str, Router], plan: Plan, ranks: Ranks) ->
             for router, factor in zip(news.values(), factors, strict=True):
                 router.c.mul_(factor)
             text = f"; its gates times {', '.join(f'{factor:.3g}' for factor in factors)} (train.match_gates)"
-        _, now = measure(model, batches, plan, ranks)
+        _, now = measure(model, first_batches, autocast, ranks)
     model.train()
     return f"old router: {before}; {settings.router}: {now}{text}"
 
 
 def measure(
-    model: GPT, batches: list[tuple[Tensor, Tensor]], plan: Plan, ranks: Ranks
+    model: GPT, batches: list[tuple[Tensor, Tensor]], autocast: torch.autocast, ranks: Ranks
 ) -> tuple[Tensor, str]:
     """Means over the tokens of all ranks' `batches`: Σ g² by layer, (L,); and loss, zero gates and norm in words."""
     rows = []
     for x, y in batches:
-        with plan.autocast:
+        with autocast:
             _, loss, stats, _ = model(x.to(ranks.device), y.to(ranks.device))
         rows.append(
             torch.stack(

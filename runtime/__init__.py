@@ -31,6 +31,7 @@ def describe_write_errors(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"{path} cannot be written ({error.strerror}). Make room for it, or give yourself the right to write there "
-            f"(or set another --run.dir), and start the same command again: it resumes from the last checkpoint"
+            f"{path} cannot be written ({error.strerror}). Make room for it, or give yourself the "
+            "right to write there (or set another --run.dir), and start the same command again: "
+            "it resumes from the last checkpoint"
         ) from error

@@ -1,48 +1,56 @@
-"""A rank's part of the training batches, as tensors that a device can take without waiting."""
+"""A rank's part of the training batches, as tensors that a device can copy without waiting."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.loader import stream_seed
+from data.loader import Loader, stream_seed
 from runtime.distributed import Ranks
-from runtime.preflight import Plan
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64 each
 
 
-def to_host_tensors(
-    batch: tuple[np.ndarray, np.ndarray], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each (B, T) int64, in host memory from which a copy to `device` need not wait."""
-    x, y = map(torch.from_numpy, batch)
+def to_host_tensors(batch: tuple[np.ndarray, np.ndarray], device: torch.device) -> Batch:
+    """Inputs and targets in host memory, from which a copy to `device` need not wait."""
+    x, y = torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
     if device.type == "cuda":
-        # of this thread: pinning would otherwise open a context on GPU 0
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # pinning would otherwise open a context on GPU 0
         x, y = x.pin_memory(), y.pin_memory()
     return x, y
 
 
-def first_row(micro: int, micro_batch_size: int, ranks: Ranks) -> int:
-    """Where this rank's micro-batch number `micro` begins among the rows of a step.
+class RankBatches(NamedTuple):
+    """This rank's micro-batches.
 
-    The rows that all ranks take together in a step are the same for any number of ranks.
+    All ranks together read the same rows in a step, on any number of ranks.
     """
-    return (micro * ranks.world_size + ranks.rank) * micro_batch_size
 
+    loader: Loader
+    accumulation: int  # micro-batches of one rank in a step
+    micro_batch_size: int  # sequences
+    ranks: Ranks
 
-def micro_batches(
-    plan: Plan, steps: Iterable[int], ranks: Ranks
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches of the given steps, one after the other: inputs and targets, (B, T) int64 each."""
-    size = plan.config.train.micro_batch_size
-    for step in steps:
-        for micro in range(plan.accumulation):
-            yield to_host_tensors(
-                plan.loader.batch(step, first_row(micro, size, ranks), size), ranks.device
-            )
+    def read(self, steps: Iterable[int]) -> Iterator[Batch]:
+        """Yield the micro-batches of the given steps, one after the other."""
+        for step in steps:
+            for row in self._first_rows():
+                batch = self.loader.batch(step, row, self.micro_batch_size)
+                yield to_host_tensors(batch, self.ranks.device)
+
+    def locate(self, step: int) -> list[Any]:
+        """The windows of each micro-batch of a step (`Loader.locate`)."""
+        return [self.loader.locate(step, row, self.micro_batch_size) for row in self._first_rows()]
+
+    def _first_rows(self) -> list[int]:
+        """First row of each micro-batch among the rows of a step."""
+        rank, world_size = self.ranks.rank, self.ranks.world_size
+        numbers = [micro * world_size + rank for micro in range(self.accumulation)]
+        return [number * self.micro_batch_size for number in numbers]
 
 
 def seed_step(seed: int, step: int, ranks: Ranks) -> None:
-    """Seed torch for dropout by the run's seed, the step and the rank alone, so that a resumed step repeats it."""
+    """Seed torch for dropout by run, step and rank, so that a resumed step repeats it."""
     torch.manual_seed(stream_seed(seed, step, ranks.rank))

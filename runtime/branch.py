@@ -1,4 +1,4 @@
-"""Branches: a run that takes another's state (train.branch_from, the trunk) and follows it with a decay alone.
+"""Branches: runs that start from another's state (train.branch_from, the trunk) and decay the rate.
 
 The trunk's schedule is "wsd". While its rate is constant, its state does not depend on its length:
 a branch equals, bit for bit, a run of the branch's settings that trained all steps itself. One
@@ -16,7 +16,7 @@ from configure.schema import select_keys
 from runtime import RunError, checkpoint, describe_write_errors
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, refused_changes
-from runtime.metrics import list_arrays, read_metrics
+from runtime.metrics import last_step_of, list_arrays, read_metrics
 
 
 class Branch(NamedTuple):
@@ -27,9 +27,9 @@ class Branch(NamedTuple):
     dtype: str  # train.dtype of the trunk
 
     def read_metadata(self, ranks: Ranks) -> dict[str, Any]:
-        """What the trunk's checkpoint recorded, without its wandb run.
+        """The metadata of the trunk's checkpoint, without its wandb run.
 
-        Raises RunError if it is damaged or gone.
+        Raises RunError if it is damaged or missing.
         """
         path = checkpoint.folder_of(self.trunk.checkpoints, self.step)
         try:
@@ -41,23 +41,21 @@ class Branch(NamedTuple):
         return {key: value for key, value in metadata.items() if key != "wandb"}
 
     def copy_metrics(self, own: Path) -> None:
-        """Begin the metrics of the run in `own` with the trunk's up to the step.
+        """Start the metrics of the run in `own` with the trunk's up to the step.
 
         Raises RunError if it cannot write.
         """
-        source, target = self.trunk.path / "metrics.jsonl", own / "arrays"
+        source = self.trunk.path / "metrics.jsonl"
+        arrays = own / "arrays"
         lines = [line for line in read_metrics(source) if line["step"] <= self.step]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
         with describe_write_errors(own):
-            shutil.rmtree(target, ignore_errors=True)  # of a start that got to no checkpoint
-            target.mkdir()
+            shutil.rmtree(arrays, ignore_errors=True)  # left by a start without a checkpoint
+            arrays.mkdir()
             for file in list_arrays(source):
-                if int(file.stem[-8:]) <= self.step:  # a file ends at each checkpoint
-                    write_atomic(target / file.name, file.read_bytes())
-            write_atomic(
-                own / "metrics.jsonl",
-                "".join(json.dumps(line) + "\n" for line in lines),
-                durable=True,
-            )
+                if last_step_of(file) <= self.step:  # a file ends at each checkpoint
+                    write_atomic(arrays / file.name, file.read_bytes())
+            write_atomic(own / "metrics.jsonl", text, durable=True)
 
 
 def find_branch(config: Config) -> Branch | None:
@@ -70,55 +68,67 @@ def find_branch(config: Config) -> Branch | None:
     """
     if not config.train.branch_from:
         return None
-    trunk, step = RunFolder(config.train.branch_from), config.train.branch_step
-    name, recorded = f"train.branch_from = {trunk}", trunk.recorded
+    trunk = RunFolder(config.train.branch_from)
+    step = config.train.branch_step
+    name = f"train.branch_from = {trunk}"
+    recorded = trunk.recorded
     if recorded is None:
         raise RunError(
             f"{name}: no config.toml there, so not a run; train it first, or name one that is"
         )
     if recorded.optim.schedule != "wsd":
         raise RunError(
-            f"{name}: its optim.schedule is {recorded.optim.schedule}, whose rate depends on the length of the run, so "
-            f"no other decay can follow; train a trunk with --optim.schedule=wsd"
+            f"{name}: its optim.schedule is {recorded.optim.schedule}, whose rate depends on the "
+            "length of the run, so no other decay can follow; train a trunk with "
+            "--optim.schedule=wsd"
         )
-    decay_keys = select_keys("decay_branch")
-    if refused := refused_changes(recorded, trunk.keep_recorded(config), decay_keys):
+    refused = refused_changes(recorded, trunk.keep_recorded(config), select_keys("decay_branch"))
+    if refused:
+        differences = "\n  ".join(refused)
         raise RunError(
-            f"{name}: the trunk's config is another:\n  "
-            + "\n  ".join(refused)
-            + "\nSet these as the trunk has them: a branch may change only its decay and where it runs"
+            f"{name}: the trunk's config is another:\n  {differences}\n"
+            f"Set these as the trunk has them: a branch may change only its decay and where it runs"
         )
-    start = recorded.optim.decay_start(recorded.train.max_steps)
-    saved = [other for other in checkpoint.steps(trunk.checkpoints) if other <= start]
+    decay_start = recorded.optim.decay_start(recorded.train.max_steps)
+    saved = [
+        saved_step
+        for saved_step in checkpoint.steps(trunk.checkpoints)
+        if saved_step <= decay_start
+    ]
     if step not in saved:
+        steps = ", ".join(str(saved_step) for saved_step in saved) or "none"
         raise RunError(
-            f"{name}: no checkpoint of step {step}, where this run's decay would begin, up to step {start}, where "
-            f"the trunk's own begins. Its steps: {', '.join(map(str, saved)) or 'none'}. Set --train.branch_step to "
-            f"one of them, or train a trunk with --train.keep_steps={step}"
+            f"{name}: no checkpoint of step {step}, where this run's decay would begin, up to "
+            f"step {decay_start}, where the trunk's own begins. Its steps: {steps}. Set "
+            f"--train.branch_step to one of them, or train a trunk with --train.keep_steps={step}"
         )
     return Branch(trunk, step, recorded.train.dtype)
 
 
 def check_length(run: RunFolder, config: Config) -> None:
-    """Check train.max_steps against train.keep_steps and, with schedule "wsd", against the decay of the run in `run`.
+    """Check train.max_steps against train.keep_steps and, with schedule "wsd", against the decay.
 
     Raises:
-        RunError: a step to keep is after the end; or the decay of the run has begun, or would have,
-            so that its rate would jump. A branch gives the other length.
+        RunError: a step to keep is after the end; or the run has entered its decay, under the old
+            or the new length, so that its rate would jump. A branch gives the other length.
     """
-    last = max(config.train.kept_steps, default=0)
-    if last > config.train.max_steps:
+    last_kept = max(config.train.kept_steps, default=0)
+    if last_kept > config.train.max_steps:
         raise RunError(
-            f"train.keep_steps = {config.train.keep_steps}: the run ends before step {last}, at train.max_steps = "
-            f"{config.train.max_steps}; leave that step out, or set --train.max_steps={last}"
+            f"train.keep_steps = {config.train.keep_steps}: the run ends before step {last_kept}, "
+            f"at train.max_steps = {config.train.max_steps}; leave that step out, or set "
+            f"--train.max_steps={last_kept}"
         )
     if not run.last_step or run.recorded is None or config.optim.schedule != "wsd":
         return
-    old, new = run.recorded.train.max_steps, config.train.max_steps
-    old_start, new_start = (config.optim.decay_start(steps) for steps in (old, new))
+    old = run.recorded.train.max_steps
+    new = config.train.max_steps
+    old_start = config.optim.decay_start(old)
+    new_start = config.optim.decay_start(new)
     if old != new and run.last_step > min(old_start, new_start):
         raise RunError(
-            f"{run}: train.max_steps: {old} -> {new}, but the run is at step {run.last_step}, and its decay begins at "
-            f"step {old_start} of {old}, {new_start} of {new}. Keep --train.max_steps={old}, or branch from a "
-            f"checkpoint before its decay (--train.branch_from={run})"
+            f"{run}: train.max_steps: {old} -> {new}, but the run is at step {run.last_step}, and "
+            f"its decay begins at step {old_start} of {old}, {new_start} of {new}. Keep "
+            f"--train.max_steps={old}, or branch from a checkpoint before its decay "
+            f"(--train.branch_from={run})"
         )

@@ -3,9 +3,9 @@
 import time
 from typing import NamedTuple
 
+from configure import Config
 from runtime import distributed
 from runtime.distributed import Ranks
-from runtime.preflight import Plan
 from runtime.signals import Stop
 
 
@@ -20,44 +20,60 @@ class Due(NamedTuple):
 class Cadence:
     """Decides what is due.
 
-    Every rank asks at every step; they agree through their hosts, no device is waited for.
+    Every rank asks at every step. They agree through their hosts, without waiting for a device.
     """
 
-    def __init__(self, plan: Plan, start: int, ranks: Ranks, stop: Stop) -> None:
-        """`start`: step of the checkpoint that the run resumes from, or 0."""
-        self.config, self.ranks, self.stop = plan.config, ranks, stop
-        self.saved_step, self.saved_at = start, time.monotonic()
-        evaluated = start > 0 and start in plan.val_losses
-        # as rank 0 sees it
-        self.evaluated_step = start if distributed.gather(evaluated, ranks.control)[0] else -1
+    def __init__(
+        self, config: Config, start: int, evaluated: bool, ranks: Ranks, stop: Stop
+    ) -> None:
+        """Begin at step `start`.
+
+        Args:
+            config: the run's settings.
+            start: step of the checkpoint that the run resumes from, or 0.
+            evaluated: True if that step's validation loss is logged; rank 0's value counts.
+            ranks: this rank and the others.
+            stop: set when this process is asked to stop.
+        """
+        self.config = config
+        self.ranks = ranks
+        self.stop = stop
+        self.saved_step = start
+        self.saved_at = time.monotonic()
+        evaluated = start > 0 and distributed.gather(evaluated, ranks.control)[0]
+        self.evaluated_step = start if evaluated else -1
 
     def at(self, step: int) -> Due:
         """What is due after `step` steps.
 
-        A rank that is asked to stop makes all ranks save and stop.
+        If one rank is asked to stop, all ranks save and stop.
         """
-        train, last = self.config.train, step == self.config.train.max_steps
+        train = self.config.train
+        is_last = step == train.max_steps
         minutes = (time.monotonic() - self.saved_at) / 60
-        # by the clock of one rank
-        late = self.ranks.rank == 0 and 0 < train.checkpoint_minutes <= minutes
-        stop, late = distributed.any_rank([self.stop.asked, late], self.ranks)
-        interval = (
-            max(1, train.max_steps // 10)
-            if train.checkpoint_interval < 0
-            else train.checkpoint_interval
-        )
-        on_interval = (interval and step % interval == 0) or step in train.kept_steps
-        evaluate = (step % self.config.eval.interval == 0 or last) and step != self.evaluated_step
+        is_late = self.ranks.rank == 0 and 0 < train.checkpoint_minutes <= minutes
+        stop, is_late = distributed.any_rank([self.stop.asked, is_late], self.ranks)
+        save = stop or is_late or is_last or self._is_on_interval(step)
+        evaluate = is_last or step % self.config.eval.interval == 0
         return Due(
-            evaluate=evaluate and not stop,
-            save=step > self.saved_step and bool(stop or late or last or on_interval),
+            evaluate=evaluate and step != self.evaluated_step and not stop,
+            save=save and step > self.saved_step,
             stop=stop,
         )
 
+    def _is_on_interval(self, step: int) -> bool:
+        """True if train.checkpoint_interval or train.keep_steps asks for a checkpoint."""
+        train = self.config.train
+        interval = train.checkpoint_interval
+        if interval < 0:
+            interval = max(1, train.max_steps // 10)
+        return step in train.kept_steps or (interval > 0 and step % interval == 0)
+
     def is_log_due(self, step: int) -> bool:
-        """Whether step number `step` (from 1) ends an interval of metrics."""
+        """True if step number `step` (from 1) ends an interval of metrics."""
         return step % self.config.log.interval == 0 or step == self.config.train.max_steps
 
     def note_save(self, step: int) -> None:
-        """Note that a checkpoint of `step` is being written; the clock starts anew."""
-        self.saved_step, self.saved_at = step, time.monotonic()
+        """Note that a checkpoint of `step` is being written, and restart the clock."""
+        self.saved_step = step
+        self.saved_at = time.monotonic()

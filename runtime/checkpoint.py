@@ -1,13 +1,12 @@
 """Checkpoints: folders `step_00001000` under runs/<name>/checkpoints.
 
-step_00001000/__0_0.distcp …  tensors: weights, buffers, AdamW's moments
-(torch.distributed.checkpoint) step_00001000/.metadata       where in those files each tensor is
-(torch.distributed.checkpoint) step_00001000/manifest.json   length and sha256 of all files, and
-everything that is not a tensor
+    step_00001000/__0_0.distcp …  tensors: weights, buffers, optimizer moments
+    step_00001000/.metadata       where in those files each tensor is
+    step_00001000/manifest.json   length and sha256 of all files; everything except tensors
 
-A checkpoint is written under a temporary name, synced to the disk and renamed when it is complete;
-the latest is found by listing the folder. Reading one executes nothing: torch's readers would
-unpickle anything, the one here accepts tensors alone.
+The first two are written by torch.distributed.checkpoint. A checkpoint is written under a temporary
+name, synced to the disk and renamed when it is complete; the latest is found by listing the folder.
+Reading one executes nothing: torch's readers would unpickle anything, ours accepts tensors alone.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -46,8 +45,8 @@ from runtime.distributed import Ranks
 MANIFEST = "manifest.json"
 SAVE_TIMEOUT = timedelta(hours=1)  # for the slowest rank's part to be written
 
-# torch warns where one process saves alone, which is meant here, and logs tracebacks of what is
-# reported below.
+# torch warns if one process saves alone, which is intended here, and logs tracebacks of errors that
+# are reported below.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", module="torch.distributed")
 logging.getLogger("torch.distributed.checkpoint._dedup_save_plans").setLevel(logging.WARNING)
 
@@ -59,13 +58,13 @@ class DamagedError(RunError):
 def steps(folder: str | Path, end: str = "") -> list[int]:
     """Steps of the checkpoints in `folder`, ascending; empty if it does not exist.
 
-    Quarantined ones end in .damaged.
+    Names of quarantined checkpoints end in .damaged: pass that as `end` to list them.
     """
     return sorted(int(path.name[5:13]) for path in Path(folder).glob(f"step_{8 * '[0-9]'}{end}"))
 
 
 def folder_of(folder: str | Path, step: int) -> Path:
-    """Where in `folder` the checkpoint of `step` is."""
+    """The path of the checkpoint of `step`."""
     return Path(folder, f"step_{step:08d}")
 
 
@@ -73,80 +72,88 @@ class Saver(AbstractContextManager["Saver"]):
     """Writes a run's checkpoints while training continues. Every rank has one.
 
     Ranks call its methods at the same steps. Leaving the context without an error waits for the
-    last save (`finish`). After an error that all ranks raise alike, and on a single rank, the save
-    under way may end too; after any other error another rank may be lost, and a save that needs it
-    is given up: its partial folder stays until the next start.
+    last save (`finish`). After an error that all ranks raise, and on a single rank, it waits for
+    the save as well. After any other error another rank may be lost, and a save that needs it is
+    given up: its partial folder stays until the next start.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, sharded: bool, train: Train) -> None:
-        """Save to `folder`, runs/<name>/checkpoints: rank 0 alone or, if `sharded`, each rank its part of the tensors.
+        """Prepare to save.
 
-        `train` says which checkpoints stay (keep_checkpoints, keep_steps) and what a failed save
-        does (on_save_error).
+        Args:
+            folder: runs/<name>/checkpoints.
+            ranks: this rank and the others.
+            sharded: each rank writes its part of the tensors; otherwise rank 0 writes them alone.
+            train: which checkpoints stay (keep_checkpoints, keep_steps), and what a failed save
+                does (on_save_error).
         """
-        self.folder, self.on_error = folder, train.on_save_error
-        self.keep, self.keep_steps = train.keep_checkpoints, train.kept_steps
-        self.first, self.writes = ranks.rank == 0, sharded or ranks.rank == 0
-        self.all_ranks: Any = (
-            dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.world_size > 1 else None
-        )
+        self.folder = folder
+        self.on_error = train.on_save_error
+        self.keep = train.keep_checkpoints
+        self.keep_steps = train.kept_steps
+        self.first = ranks.rank == 0
+        self.writes = sharded or self.first
+        self.all_ranks: Any = None
+        if ranks.world_size > 1:
+            self.all_ranks = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
         self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
-        self.pending: threading.Thread | None = None  # writes the save under way
+        self.pending: threading.Thread | None = None  # writes the current save
         self.failure: RunError | None = None  # of the last save
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        on_all_ranks = isinstance(error, RunError) and not isinstance(error, RankError)
         if error is None:
             self.finish()
-        elif self.writers is None or (
-            isinstance(error, RunError) and not isinstance(error, RankError)
-        ):
-            self.on_error = "warn"  # the error under way is the one to be raised
+        elif self.writers is None or on_all_ranks:
+            self.on_error = "warn"  # the error that is already raised must not be replaced
             self.wait()
 
     def save(
         self,
         step: int,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         tensors: dict,
         metadata: dict,
     ) -> None:
-        """Copy the state after `step` steps to host memory and begin to write it; returns when the copy is made.
+        """Copy the state to host memory and start to write it; returns when the copy is made.
 
-        Saved are weights, buffers, AdamW's moments, `tensors` ({name: tensor}) and `metadata`,
-        which JSON can hold.
+        Args:
+            step: optimizer steps done.
+            model: weights and buffers to save.
+            optimizers: torch's optimizers, for their moments.
+            tensors: {name: tensor}, may be nested.
+            metadata: everything else, as JSON can hold it.
 
         Raises:
-            RunError: the save before failed, and `on_error` is "stop".
+            RunError: the previous save failed, and `on_error` is "stop".
         """
         self.wait()
         if self.all_ranks:
-            # for the slowest writer, who may take longer than other collectives wait
+            # the slowest writer may need longer than other collectives wait
             dist.barrier(self.all_ranks)
         self.failure = None
         if self.writes:
-            state = tree_map(
-                lambda tensor: tensor.detach().to("cpu", copy=True),
-                _state(model, optimizer, tensors),
-            )
-            # A daemon: stuck in a collective, it would keep the process alive for an hour. It is
-            # joined before the interpreter ends, since a daemon that still frees tensors then
-            # aborts the process.
+            state = tree_map(_copy_to_host, collect_tensors(model, optimizers, tensors))
+            # A daemon: stuck in a collective, another thread would keep the process alive for an
+            # hour. It is joined before the interpreter ends, since a daemon that still frees
+            # tensors then aborts the process.
             self.pending = threading.Thread(
                 target=self._save, args=(step, state, metadata), daemon=True
             )
             self.pending.start()
 
     def poll(self) -> None:
-        """Report on a save that has ended since. Raises RunError as `wait` does."""
+        """Report on a save that has ended meanwhile. Raises RunError as `wait` does."""
         if self.pending and not self.pending.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save under way. Raises RunError if it failed and `on_error` is "stop"."""
-        pending, self.pending = self.pending, None
-        if pending is None:
+        """Wait for the current save. Raises RunError if it failed and `on_error` is "stop"."""
+        if self.pending is None:
             return
+        pending = self.pending
+        self.pending = None
         pending.join()
         if self.failure and self.on_error == "stop":
             raise self.failure
@@ -166,43 +173,51 @@ class Saver(AbstractContextManager["Saver"]):
             dist.barrier(self.all_ranks)
 
     def _save(self, step: int, state: dict, metadata: dict) -> None:
-        # where a priority is a thread's own: the threads that train go first
-        if sys.platform == "linux":
-            this = threading.get_native_id()
-            # lower is refused
-            os.setpriority(os.PRIO_PROCESS, this, max(10, os.getpriority(os.PRIO_PROCESS, this)))
+        """Write a checkpoint; the thread `pending` runs it. Sets `failure` if that fails."""
+        _lower_priority()
         path = folder_of(self.folder, step)
         temporary = path.with_suffix(".tmp")
         try:
-            self._on_each_writer(lambda: temporary.mkdir(parents=True) if self.first else None)
-            writer = dcp.FileSystemWriter(temporary)
+            self._on_each_writer(self._make_folder, temporary)
             dcp.save(
                 state,
-                storage_writer=writer,
+                storage_writer=dcp.FileSystemWriter(temporary),
                 process_group=self.writers,
                 no_dist=self.writers is None,
             )
-            files = self._on_each_writer(lambda: self._hash_own_files(temporary))
-            self._on_each_writer(
-                lambda: self._publish(step, path, files, metadata) if self.first else None
-            )
+            files = self._on_each_writer(self._hash_own_files, temporary)
+            self._on_each_writer(self._publish, step, path, files, metadata)
         except (Exception, CheckpointException) as error:
             if self.first:
                 shutil.rmtree(temporary, ignore_errors=True)
             self.failure = RunError(
-                f"{path}: the checkpoint could not be written ({_last_line(error)}). Older ones are intact. Make room "
-                f"on the disk and start the run again; train.on_save_error = warn would continue without"
+                f"{path}: the checkpoint could not be written ({_last_line(error)}). Older ones "
+                "are intact. Make room on the disk and start the run again; train.on_save_error = "
+                "warn would continue without"
             )
 
+    def _make_folder(self, folder: Path) -> None:
+        if self.first:
+            folder.mkdir(parents=True)
+
     def _hash_own_files(self, folder: Path) -> dict[str, dict]:
-        """{name: its length and sha256} of what this rank has written."""
+        """{name: length and sha256} of the files that this rank has written."""
         rank = dist.get_rank(self.writers) if self.writers else 0
-        paths = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if self.first else [])]
-        return {path.name: _describe(path) for path in paths}
+        paths = list(folder.glob(f"__{rank}_*"))
+        if self.first:
+            paths.append(folder / ".metadata")
+        return {path.name: _describe_file(path) for path in paths}
 
     def _publish(self, step: int, path: Path, files: list[dict], metadata: dict) -> None:
-        """Write the manifest, give the folder its name, and delete checkpoints beyond `keep` and `keep_steps`."""
-        entries = {name: entry for part in files for name, entry in part.items()}
+        """Write the manifest, rename the folder, and delete old checkpoints.
+
+        Rank 0 does so, with the `files` of all writers.
+        """
+        if not self.first:
+            return
+        entries = {}
+        for rank_files in files:
+            entries.update(rank_files)
         temporary = path.with_suffix(".tmp")
         # "facts" is the key since the first version, so that old checkpoints stay readable.
         manifest = _manifest_text({"step": step, "files": entries, "facts": metadata})
@@ -214,13 +229,13 @@ class Saver(AbstractContextManager["Saver"]):
             if old not in self.keep_steps:
                 shutil.rmtree(folder_of(self.folder, old))
 
-    def _on_each_writer(self, action: Callable[[], Any]) -> list:
-        """What `action` returned on each of the ranks that write.
+    def _on_each_writer(self, action: Callable[..., Any], *arguments: Any) -> list:
+        """Call `action` on each rank that writes; returns the results of all.
 
-        Raises OSError on all if it did on one.
+        Raises OSError on all of them if one did.
         """
         try:
-            outcome = action()
+            outcome = action(*arguments)
         except OSError as error:
             outcome = error
         outcomes = distributed.gather(outcome, self.writers)
@@ -230,14 +245,26 @@ class Saver(AbstractContextManager["Saver"]):
         return outcomes
 
 
+def _lower_priority() -> None:
+    """Let the threads that train go first, on Linux, where a thread has a priority of its own."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        niceness = max(10, os.getpriority(os.PRIO_PROCESS, thread))  # less is refused
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
 def remove_partial_saves(folder: str | Path) -> None:
-    """Remove what interrupted saves have left. Only for a process that holds the run's lock."""
+    """Remove the folders of interrupted saves. Only for a process that holds the run's lock."""
     for path in Path(folder).glob("step_*.tmp"):
         shutil.rmtree(path)
 
 
 def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
-    """The newest checkpoint whose every byte is as it was written. Ranks share the reading.
+    """Find the newest intact checkpoint; each rank reads a part of its files.
 
     Damaged ones are named and quarantined: renamed to `step_….damaged`.
 
@@ -259,36 +286,36 @@ def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
                 shutil.rmtree(quarantine, ignore_errors=True)
                 with describe_write_errors(path):
                     os.replace(path, quarantine)
-    # not started over here: its metrics would go, too
+    # starting over in this folder would drop the run's metrics
     if saved or any(Path(folder).glob("step_*.damaged")):
         raise RunError(
-            f"{folder}: all checkpoints are damaged and quarantined. Start over in a new folder (--fresh), or restore "
-            f"a copy of one of them under its name"
+            f"{folder}: all checkpoints are damaged and quarantined. Start over in a new folder "
+            "(--fresh), or restore a copy of one of them under its name"
         )
     return 0, {}
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
-    """The manifest of the checkpoint `path`.
+    """The manifest of the checkpoint `path`, with all files compared; `ranks` share the reading.
 
-    Raises DamagedError, on all ranks, if a file differs from what it says.
+    Raises DamagedError, on all ranks, if a file differs from the manifest.
     """
-    rank, world_size, group = (
-        (ranks.rank, ranks.world_size, ranks.control) if ranks else (0, 1, None)
-    )
-    fault, manifest = None, {}
+    if ranks is None:
+        ranks = Ranks(0, 1, torch.device("cpu"))
+    fault = None
+    manifest = {}
     try:
         manifest = read_manifest(path)
-        for name in sorted(manifest["files"])[rank::world_size]:
-            if _describe(path / name) != manifest["files"][name]:
+        for name in sorted(manifest["files"])[ranks.rank :: ranks.world_size]:
+            if _describe_file(path / name) != manifest["files"][name]:
                 raise DamagedError(f"{path / name}: damaged, checksum mismatch")
     except DamagedError as error:
         fault = str(error)
     except OSError as error:
         fault = f"{error.filename or path}: damaged, it cannot be read ({error.strerror})"
-    for other in distributed.gather(fault, group):
-        if other:
-            raise DamagedError(other)
+    for rank_fault in distributed.gather(fault, ranks.control):
+        if rank_fault:
+            raise DamagedError(rank_fault)
     return manifest
 
 
@@ -301,13 +328,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         DamagedError: it is missing, unreadable or changed.
     """
-    file, body = Path(path, MANIFEST), {}
+    file = Path(path, MANIFEST)
+    body = {}
     try:
         text = file.read_bytes().decode()
         body = json.loads(text)["body"]
-        intact = text == _manifest_text(body) and path.name == folder_of("", body["step"]).name
-        # none outside of the folder
-        intact = intact and all(Path(name).name == name for name in body["files"])
+        is_own = path.name == folder_of("", body["step"]).name
+        names_are_plain = all(Path(name).name == name for name in body["files"])  # in the folder
+        intact = text == _manifest_text(body) and is_own and names_are_plain
     except OSError as error:
         raise DamagedError(f"{file}: damaged, it cannot be read ({error.strerror})") from error
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -318,26 +346,30 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def load(
-    folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict
+    folder: str | Path,
+    step: int,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    tensors: dict,
 ) -> None:
     """Restore what `Saver.save` copied at `step`, in place. Every rank calls it.
 
     Raises:
         RunError: the checkpoint does not fit the model, the optimizer or `tensors`.
     """
-    state = _state(model, optimizer, tensors)
+    state = collect_tensors(model, optimizers, tensors)
     _read(folder_of(folder, step), state)
-    groups = get_state_dict(model, optimizer)[1]["param_groups"]
-    optimizer_state = {"state": state["optimizer"], "param_groups": groups}
+    _, current = get_state_dict(model, optimizers)  # settings come from the config
+    optimizer_state = {"state": state["optimizer"], "param_groups": current["param_groups"]}
     set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state
+        model, optimizers, model_state_dict=state["model"], optim_state_dict=optimizer_state
     )
 
 
 def load_model(
     folder: str | Path, step: int, model: nn.Module, ema: bool = False
 ) -> dict[str, Any]:
-    """Restore weights and buffers alone, or with `ema` their running mean, in place; for one process.
+    """Restore weights and buffers, or with `ema` their running mean, in place; for one process.
 
     Returns:
         The checkpoint's metadata.
@@ -353,37 +385,42 @@ def load_model(
             f"{error}; use another step, or remove {path} and start the run again"
         ) from None
     weights = get_model_state_dict(model)
-    _read(path, {"run": {"ema": weights}} if ema else {"model": weights})
+    if ema:
+        _read(path, {"run": {"ema": weights}})
+    else:
+        _read(path, {"model": weights})
     model.load_state_dict(weights)
     return metadata
 
 
-def _state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+def collect_tensors(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """All tensors of a checkpoint, nested, in an order that a resume does not change: equal states give equal files.
+    """All tensors of a checkpoint, nested.
 
-    AdamW's settings are not in it: they come from the config.
+    A resume does not change their order, so that equal states give equal files. The optimizers'
+    settings are left out: they come from the config.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizers)
     by_name: Any = optimizer_state["state"]
-    moments = {name: dict(sorted(state.items())) for name, state in sorted(by_name.items())}
+    moments = {}
+    for name in sorted(by_name):
+        moments[name] = dict(sorted(by_name[name].items()))
     return {"model": model_state, "optimizer": moments, "run": tensors}
 
 
 def _read(path: Path, state: dict[str, Any]) -> None:
     try:
         dcp.load(state, storage_reader=Reader(path), no_dist=not dist.is_initialized())
-    # the bytes are right: it is another model's, or another torch's
-    except (Exception, CheckpointException) as error:
+    except (Exception, CheckpointException) as error:  # the bytes are right: another model or torch
         raise RunError(
-            f"{path} does not fit this run ({type(error).__name__}: {_last_line(error)}). Start over in a new folder "
-            f"(--fresh), or use the code that wrote it"
+            f"{path} does not fit this run ({type(error).__name__}: {_last_line(error)}). Start "
+            "over in a new folder (--fresh), or use the code that wrote it"
         ) from error
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader, but of `.metadata`, a pickle, only names, shapes, types and offsets of tensors are accepted."""
+    """torch's reader, which accepts only descriptions of tensors from `.metadata`, a pickle."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Unpickle `.metadata`. Raises UnpicklingError if it holds anything unexpected."""
@@ -395,34 +432,31 @@ class Reader(dcp.FileSystemReader):
         return metadata
 
 
-class TensorUnpickler(pickle.Unpickler):
-    """Knows the classes that describe tensors, and no other."""
-
-    METADATA = (
+DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+# {module: names} that `.metadata` may refer to
+DESCRIPTIONS = {
+    "torch.distributed.checkpoint.metadata": {
         "Metadata",
         "MetadataIndex",
         "StorageMeta",
         "TensorStorageMetadata",
         "TensorProperties",
-    )
-    KNOWN = {
-        "torch.distributed.checkpoint.metadata": {
-            *METADATA,
-            "ChunkStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.serialization": {"_get_layout"},
-        "torch": {
-            "Size",
-            *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-        },
-        "pathlib": {"PosixPath", "PurePosixPath"},
-    }
+        "ChunkStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": DTYPES | {"Size"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}
+
+
+class TensorUnpickler(pickle.Unpickler):
+    """Knows the classes that describe tensors, and no other."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The class, if it is known. Raises UnpicklingError."""
-        if name not in self.KNOWN.get(module, ()):
+        if name not in DESCRIPTIONS.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
         return super().find_class(module, name)
 
@@ -432,7 +466,7 @@ def _manifest_text(body: dict[str, Any]) -> str:
     return json.dumps({"sha256": digest, "body": body}, indent=1) + "\n"
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def _describe_file(path: Path) -> dict[str, Any]:
     """A file's entry in the manifest. Raises OSError."""
     with path.open("rb") as file:
         return {
@@ -442,7 +476,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _last_line(error: BaseException) -> str:
-    """What torch's checkpoint errors say: the cause stands in their last line."""
-    if "inline_container" in str(error):  # torch's archive, of the disk's own error
+    """The last line of an error from torch's checkpoints, which has the cause."""
+    if "inline_container" in str(error):  # how torch's archive reports an error of the disk
         return "a file was cut short"
     return str(error).strip().split("\n")[-1] or type(error).__name__

@@ -19,18 +19,25 @@ from runtime import RankError, RunError
 
 
 class GPU(NamedTuple):
-    """What a data sheet says."""
+    """Numbers from a data sheet."""
 
     peak: float  # FLOP/s, dense products of float16 that sum in float32
     memory: float  # GiB
 
 
-# The first key found in a device's name counts.
+# The first key that a device's name contains counts.
 GPUS = {
-    "B200": GPU(2250e12, 180), "H200": GPU(989e12, 141), "H100": GPU(989e12, 80), "A100": GPU(312e12, 80),
-    "L40S": GPU(362e12, 48), "L4": GPU(121e12, 24), "T4": GPU(65e12, 16), "3090": GPU(71e12, 24),
-    "4090": GPU(165e12, 24), "5090": GPU(209e12, 32),
-}  # fmt: skip
+    "B200": GPU(2250e12, 180),
+    "H200": GPU(989e12, 141),
+    "H100": GPU(989e12, 80),
+    "A100": GPU(312e12, 80),
+    "L40S": GPU(362e12, 48),
+    "L4": GPU(121e12, 24),
+    "T4": GPU(65e12, 16),
+    "3090": GPU(71e12, 24),
+    "4090": GPU(165e12, 24),
+    "5090": GPU(209e12, 32),
+}
 
 
 class Ranks(NamedTuple):
@@ -66,7 +73,7 @@ def local_size() -> int:
 
 
 def pick_device(name: str) -> torch.device:
-    """This rank's device for "auto", "cuda" or "cpu"; products on CUDA sum in fp32 from then on.
+    """This rank's device for "auto", "cuda" or "cpu". Sets products on CUDA to sum in fp32.
 
     Raises:
         RankError: it does not exist.
@@ -76,12 +83,14 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not available:
         raise RankError(
-            "train.device = cuda, but torch finds no CUDA device: set --train.device=auto or cpu (--device, in "
-            "commands that have it), or install a torch build with CUDA and check nvidia-smi"
+            "train.device = cuda, but torch finds no CUDA device: set --train.device=auto or cpu "
+            "(--device, in commands that have it), or install a torch build with CUDA and check "
+            "nvidia-smi"
         )
     if local_rank() >= available:
         raise RankError(
-            f"rank {local_rank()} of this node has no GPU, there are {available}; set --nproc_per_node={available}"
+            f"rank {local_rank()} of this node has no GPU, there are {available}; set "
+            f"--nproc_per_node={available}"
         )
     # cuBLAS must not add parts of a product (split-K) in float16 or bfloat16, which torch allows by
     # default.
@@ -93,8 +102,8 @@ def pick_device(name: str) -> torch.device:
 def pick_dtype(name: str, device: torch.device, router: str) -> torch.dtype:
     """The compute type for "float16", "bfloat16", "float32" or "auto".
 
-    "auto" is the paper's float16 on CUDA. On a CPU it is bfloat16 with AMX or, where `router` is
-    "dense", AVX-512's bfloat16 instructions, which gain nothing on small experts
+    "auto" is the paper's float16 on CUDA. On a CPU it is bfloat16 with AMX or, if `router` is
+    "dense", with AVX-512's bfloat16 instructions, which gain nothing on small experts
     (docs/performance.md); else float32.
     """
     if name != "auto":
@@ -102,12 +111,15 @@ def pick_dtype(name: str, device: torch.device, router: str) -> torch.dtype:
     if device.type == "cuda":
         return torch.float16
     cpu = cpu_capabilities()
-    fast = cpu.get("amx_bf16", False) or (cpu.get("avx512_bf16", False) and router == "dense")
-    return torch.bfloat16 if fast else torch.float32
+    has_amx = cpu.get("amx_bf16", False)
+    has_avx512 = cpu.get("avx512_bf16", False)
+    if has_amx or (has_avx512 and router == "dense"):
+        return torch.bfloat16
+    return torch.float32
 
 
 def pick_compile(name: str, device: torch.device) -> bool:
-    """Whether train.compile = "auto", "on" or "off" compiles on this device: "auto" does on CUDA."""
+    """True if train.compile = `name` compiles on this device: "auto" does on CUDA."""
     return name == "on" or (name == "auto" and device.type == "cuda")
 
 
@@ -117,27 +129,28 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 
 def choose_threads(device: torch.device, recorded: int | None) -> int:
-    """Set how many threads torch takes: on a CPU as many as there are free cores; returns their number.
+    """Set torch's threads: on a CPU as many as there are free cores. Returns their number.
 
     Threads wait for each other after each operator, so one that shares its core slows all: on 2
-    cores, beside a busy process, 2 threads take 3.4 times as long as alone, and 1 thread 2 times as
-    long.
+    cores, next to a busy process, 2 threads need 3.4 times as long as alone, and 1 thread 2 times
+    as long.
 
     Args:
-        device: on CUDA nothing is set, nor with several ranks, nor against OMP_NUM_THREADS or
-            MKL_NUM_THREADS.
-        recorded: the number that the run began with, which it keeps: sums of other parts are
-            rounded otherwise.
+        device: on CUDA nothing is set, nor with several ranks, nor if OMP_NUM_THREADS or
+            MKL_NUM_THREADS is set.
+        recorded: the number that the run started with. The run keeps it, since another number of
+            threads rounds sums differently.
     """
-    given = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ}
+    is_set = "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
     possible = torch.get_num_threads()
-    if device.type == "cuda" or world_size() > 1 or given:
+    if device.type == "cuda" or world_size() > 1 or is_set:
         return possible
     threads = min(recorded or count_free_cores() or possible, possible)
     if threads < possible:
-        why = "as this run began" if recorded else "other processes use the other cores"
+        reason = "as this run began" if recorded else "other processes use the other cores"
         print_once(
-            f"{plural(threads, 'thread')} of {possible}: {why}; OMP_NUM_THREADS={possible} takes all"
+            f"{plural(threads, 'thread')} of {possible}: {reason}; OMP_NUM_THREADS={possible} "
+            "takes all"
         )
     torch.set_num_threads(threads)
     return threads
@@ -154,7 +167,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of one device at `dtype`; None if unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    return next((gpu.peak for part, gpu in GPUS.items() if part in device_name(device)), None)
+    for name, gpu in GPUS.items():
+        if name in device_name(device):
+            return gpu.peak
+    return None
 
 
 def memory_bytes(device: torch.device) -> int | None:
@@ -163,28 +179,33 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def make_deterministic() -> None:
-    """Make torch bitwise reproducible, before CUDA is used: operations that cannot be raise RuntimeError then."""
+    """Make torch bitwise reproducible, before CUDA is used.
+
+    Operations that cannot be reproducible then raise RuntimeError.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def order_attention_kernels(capability: int, deterministic: bool) -> list[SDPBackend]:
-    """Kernels of F.scaled_dot_product_attention on a GPU, the first that can run is to be taken.
+    """Kernels of F.scaled_dot_product_attention on a GPU, in order of preference.
 
     cuDNN's is the fastest from compute capability 9 on (torch's own choice depends on versions).
     With `deterministic` only flash attention, whose backward pass then sums in a fixed order, and
-    plain products.
+    plain products remain.
     """
     if deterministic:
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return [SDPBackend.CUDNN_ATTENTION, *order] if capability >= 9 else order
+    if capability >= 9:
+        order.insert(0, SDPBackend.CUDNN_ATTENTION)
+    return order
 
 
 @contextmanager
 def attention_kernels(device: torch.device, deterministic: bool) -> Iterator[None]:
-    """Within it attention on a GPU takes the first kernel of `order_attention_kernels` that can; on a CPU torch's."""
+    """Set the kernels that attention uses on a GPU within this context; on a CPU torch chooses."""
     if device.type != "cuda":
         yield
         return
@@ -194,17 +215,13 @@ def attention_kernels(device: torch.device, deterministic: bool) -> Iterator[Non
 
 
 def name_attention_kernel(model: Model, device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel that a model's attention takes without document masks: "cudnn", "flash", "efficient" or "math"."""
-    n_key, length, size = (
-        model.n_kv_head or model.n_head,
-        model.block_size,
-        model.n_embd // model.n_head,
-    )
-    q, k = (
-        torch.empty(1, heads, length, size, dtype=dtype, device=device)
-        for heads in (model.n_head, n_key)
-    )
-    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=n_key < model.n_head)
+    """The kernel of attention without document masks: "cudnn", "flash", "efficient" or "math"."""
+    n_kv_head = model.n_kv_head or model.n_head
+    head_size = model.n_embd // model.n_head
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    q = torch.empty(1, model.n_head, model.block_size, head_size, **options)
+    k = torch.empty(1, n_kv_head, model.block_size, head_size, **options)
+    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=n_kv_head < model.n_head)
     return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 
@@ -218,7 +235,7 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
-    """For each of `flags` whether it is set on any rank.
+    """For each of `flags`, True if it is set on any rank.
 
     Waits for the hosts, not for their GPUs.
     """
@@ -230,19 +247,20 @@ def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
 
 
 def check_agreement(plan: str, ranks: Ranks) -> None:
-    """Raises RunError, on all ranks, if the text `plan` differs between ranks."""
+    """Raise RunError, on all ranks, if the text `plan` differs between ranks."""
     plans = gather(plan, ranks.control)
     for rank, other in enumerate(plans):
         if other != plans[0]:
             raise RunError(
-                f"ranks disagree: {plans[0]} (rank 0), {other} (rank {rank}). All nodes need the same config, the same "
-                f"run.dir on a shared file system, and the same GPUs; or set --train.parallel"
+                f"ranks disagree: {plans[0]} (rank 0), {other} (rank {rank}). All nodes need the "
+                "same config, the same run.dir on a shared file system, and the same GPUs; or set "
+                "--train.parallel"
             )
 
 
 @contextmanager
 def share_errors(ranks: Ranks) -> Iterator[None]:
-    """Raise a RunError that one rank raises within this context on every rank.
+    """If one rank raises a RunError within this context, raise it on every rank.
 
     Otherwise the others would wait in their next collective for a rank that has ended.
     """
@@ -265,10 +283,10 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator[Ranks]:
-    """Join the process group of the job, while in this context: NCCL on CUDA, gloo on CPU; none on one rank.
+    """Join the job's process group for this context: NCCL on CUDA, gloo on CPU; none on one rank.
 
     A rank that waits longer than `timeout_minutes` for the others fails, and torchrun then ends the
-    job. After an error another rank may be lost, so the group is aborted: that waits for none.
+    job. After an error another rank may be lost, so the group is aborted, which does not wait.
     """
     on_cuda = device.type == "cuda"
     if on_cuda:

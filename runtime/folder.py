@@ -1,4 +1,4 @@
-"""A run's folder runs/<name>/: its config, who may write there, and which folder the run of a config goes to."""
+"""A run's folder runs/<name>/: its config, its lock, and the choice of the folder for a config."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ from runtime import RunError, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
 from runtime.metrics import read_metrics
 
-MAX_SUFFIX = 40  # characters of what differs, in the name of a folder
+MAX_SUFFIX = 40  # characters in a folder's name that say how its config differs; not measured
 
 
 def path_of(config: Config) -> Path:
@@ -29,15 +29,18 @@ def path_of(config: Config) -> Path:
 
 def replace(config: Config, section: str, **values: Any) -> Config:
     """`config` with other values in one section. They are not checked."""
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+    changed_section = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: changed_section})
 
 
 def refused_changes(old: Config, new: Config, more: Iterable[str] = ()) -> list[str]:
-    """Lines `key: old -> new` of settings that must not change: all but the schema's and `more`."""
-    allowed = {*select_keys("resume"), *more}
+    """Lines `key: old -> new` of settings that must not change.
+
+    All keys must not change except the schema's "resume" keys and `more`.
+    """
+    allowed = set(select_keys("resume")) | set(more)
     if new.train.balance_loss_coef > 0 and new.train.balance_loss_scope == "micro_batch":
-        # the loss depends on how large micro-batches are
-        allowed = allowed - {"train.micro_batch_size"}
+        allowed.discard("train.micro_batch_size")  # the loss depends on it
     return [line for line in configure.differences(old, new) if line.split(":")[0] not in allowed]
 
 
@@ -62,7 +65,7 @@ class RunFolder:
     def recorded(self) -> Config | None:
         """The settings of its last start, from config.toml. None if there is no such file.
 
-        Raises ConfigError.
+        Raises ConfigError if it cannot be read.
         """
         file = self.path / "config.toml"
         return configure.load(file) if file.is_file() else None
@@ -78,59 +81,58 @@ class RunFolder:
         return {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
 
     def keep_recorded(self, config: Config) -> Config:
-        """`config` with what a resume keeps.
+        """`config` with the recorded settings that a resume keeps.
 
-        That is the train.dtype that "auto" stands for, checkpoints of keep_steps, and values that
-        were the defaults when the run began, where `config` has today's.
+        They are the train.dtype that "auto" stands for, checkpoints of keep_steps, and values that
+        were defaults when the run started, for keys that have today's defaults in `config`.
         """
         if self.recorded is None:
             return config
-        before, train = self.recorded.train, config.train
-        if train.dtype == "auto":
-            config = replace(config, "train", dtype=before.dtype)
+        recorded_train = self.recorded.train
+        if config.train.dtype == "auto":
+            config = replace(config, "train", dtype=recorded_train.dtype)
         for key, schema in KEYS.items():
-            if (
-                attrgetter(key)(self.recorded) == schema.get("before")
-                and attrgetter(key)(config) == schema["default"]
-            ):
+            get_value = attrgetter(key)
+            was_default = get_value(self.recorded) == schema.get("before")
+            is_default = get_value(config) == schema["default"]
+            if was_default and is_default:
                 section, name = key.split(".")
                 config = replace(config, section, **{name: schema["before"]})
-        kept = {step for step in before.kept_steps - train.kept_steps if step <= train.max_steps}
-        if kept:
-            config = replace(
-                config, "train", keep_steps=",".join(map(str, sorted(kept | train.kept_steps)))
-            )
+        steps = config.train.kept_steps
+        dropped = recorded_train.kept_steps - steps
+        still_ahead = {step for step in dropped if step <= config.train.max_steps}
+        if still_ahead:
+            keep_steps = ",".join(str(step) for step in sorted(steps | still_ahead))
+            config = replace(config, "train", keep_steps=keep_steps)
         return config
 
     def find_changes(self, config: Config) -> list[str]:
-        """What differs from the run that is in the folder, as lines `key: old -> new`; empty if there is none.
+        """Lines `key: old -> new` against the run in the folder; empty if there is none.
 
         Raises:
-            RunError: another run is there, naming each key that must not change, or checkpoints
+            RunError: another run is there, with each key that must not change, or checkpoints
                 without a config.
             ConfigError: its config.toml cannot be read.
         """
         if self.recorded is None:
             if any(self.checkpoints.glob("step_*")):
                 raise RunError(
-                    f"{self} has checkpoints but no config.toml, so their settings are unknown. Put it back, or start "
-                    f"over in a new folder (--fresh)"
+                    f"{self} has checkpoints but no config.toml, so their settings are unknown. "
+                    "Put it back, or start over in a new folder (--fresh)"
                 )
             return []
         config = self.keep_recorded(config)
-        if refused := refused_changes(self.recorded, config):
-            message = f"{self} holds a run with another config:\n  " + "\n  ".join(refused)
-            message += (
-                "\nGive this one another name (--run.name=NAME), or let it choose one (--fresh)"
+        refused = refused_changes(self.recorded, config)
+        if refused:
+            differences = "\n  ".join(refused)
+            raise RunError(
+                f"{self} holds a run with another config:\n  {differences}\n"
+                f"Give this one another name (--run.name=NAME), or let it choose one (--fresh)"
             )
-            raise RunError(message)
         return configure.differences(self.recorded, config)
 
     def holds(self, config: Config) -> bool:
-        """Whether the run in it is that of `config`.
-
-        One whose config.toml cannot be read is not.
-        """
+        """True if this folder has the run of `config`; False if its config.toml cannot be read."""
         try:
             recorded = self.recorded
         except configure.ConfigError:
@@ -138,45 +140,47 @@ class RunFolder:
         return recorded is not None and not refused_changes(recorded, self.keep_recorded(config))
 
     def is_finished(self, config: Config, step: int) -> bool:
-        """Whether nothing is left to do after the checkpoint of `step`: not even the last evaluation."""
-        last = config.train.max_steps
-        return step > last or (step == last and step in self.read_val_losses())
+        """True if the checkpoint of `step` is the end, and the last evaluation is done."""
+        last_step = config.train.max_steps
+        return step > last_step or (step == last_step and step in self.read_val_losses())
 
     def describe_finished(self, config: Config) -> str | None:
         """One line on the run in it if its newest intact checkpoint is the end, else None.
 
-        Raises RunError as above.
+        Raises RunError and ConfigError as `find_changes` does.
         """
         self.find_changes(config)
-        damages = ""
+        warnings = ""
         for step in reversed(checkpoint.steps(self.checkpoints)):
             if not self.is_finished(config, step):
-                return None  # the start says what is damaged
+                return None  # the start reports damaged checkpoints
             try:
                 checkpoint.verify(checkpoint.folder_of(self.checkpoints, step))
             except checkpoint.DamagedError as error:
-                damages += f"warning: {error}\n"
+                warnings += f"warning: {error}\n"
                 continue
-            return f"{damages}{self}: finished already, {self.describe_result(step)}"
+            return f"{warnings}{self}: finished already, {self.describe_result(step)}"
         return None
 
     def describe_result(self, step: int) -> str:
-        """`1000 steps, val loss 1.5931, 12,900 tokens/s`, as far as it is known; the speed is the median."""
-        result, speeds = f"{step} steps", []
+        """Steps, loss, median speed, if known: `1000 steps, val loss 1.5931, 12,900 tokens/s`."""
+        result = f"{step} steps"
+        speeds = []
         for line in read_metrics(self.path / "metrics.jsonl"):
             if line["step"] == step and "val/loss" in line:
                 result += f", val loss {line['val/loss']:.4f}"
             if "perf/tokens_per_sec" in line:
                 speeds.append(line["perf/tokens_per_sec"])
-        return result + (f", {median(speeds):,.0f} tokens/s" if speeds else "")
+        if speeds:
+            result += f", {median(speeds):,.0f} tokens/s"
+        return result
 
     @contextmanager
     def claim(self, ranks: Ranks) -> Iterator[None]:
-        """Within it, no other job writes to the folder.
+        """Within this context no other job writes to the folder.
 
-        Rank 0 makes it, holds its lock and removes partial saves.
-
-        The lock ends with the process, however it dies.
+        Rank 0 makes the folder, holds its lock and removes partial saves. The lock ends with the
+        process, even if it is killed.
 
         Raises:
             RunError: another process holds the folder, or it cannot be written.
@@ -195,12 +199,13 @@ class RunFolder:
                 file.seek(0)
                 owner = file.read(200).strip() or "unknown"
                 raise RunError(
-                    f"{self}: another process trains this run ({owner}). Wait for it or stop it, or start "
-                    f"another run (--run.name=NAME or --fresh)"
+                    f"{self}: another process trains this run ({owner}). Wait for it or stop it, "
+                    "or start another run (--run.name=NAME or --fresh)"
                 ) from None
             except OSError as error:
                 print(
-                    f"warning: {file.name}: no locks on this file system ({error.strerror}): two runs may collide"
+                    f"warning: {file.name}: no locks on this file system ({error.strerror}): two "
+                    "runs may collide"
                 )
             with describe_write_errors(self.path):
                 file.truncate(0)
@@ -215,56 +220,69 @@ class RunFolder:
             write_atomic(self.path / "config.toml", configure.dumps(config), durable=True)
 
 
-def find_or_rename(config: Config, tell: Callable[[str], object] = print_once) -> Config:
-    """`config`, whose run.name nobody chose, under the name of the folder that holds its run, or of a free one.
+def find_or_rename(config: Config, log: Callable[[str], object] = print_once) -> Config:
+    """`config` under the name of its run's folder or of a free one, if no name was chosen.
 
-    The same config always finds its own folder, be it one of a shorter name (its sweep had fewer
-    axes then). If another config's run is in NAME, this one goes to NAME followed by what differs,
-    such as NAME-lr0.001; `tell` is called with a line that says so.
+    The same config always finds its own folder, also under a shorter name (its sweep had fewer axes
+    then). If another config's run is in NAME, this one goes to NAME followed by the settings that
+    differ, such as NAME-lr0.001; `log` is called with a line about it.
 
     Raises:
         RunError: NAME has checkpoints but no config.
         ConfigError: NAME's config cannot be read.
     """
-    own, name = RunFolder(path_of(config)), config.run.name
+    own = RunFolder(path_of(config))
+    name = config.run.name
     others = sorted(own.path.parent.glob("*"))
-    longer = [path for path in others if path.name.startswith(f"{name}-")]
-    shorter = [path for path in others if name.startswith(f"{path.name}-")]
-    for run in [own, *map(RunFolder, [*longer, *shorter])]:
+    longer = [RunFolder(path) for path in others if path.name.startswith(f"{name}-")]
+    shorter = [RunFolder(path) for path in others if name.startswith(f"{path.name}-")]
+    for run in [own, *longer, *shorter]:
         if run.holds(config):
             return replace(config, "run", name=run.path.name)
     if own.recorded is None:
         own.find_changes(config)  # refuses checkpoints without a config
         return config
-    new = own.keep_recorded(config)
-    refused, parts = refused_changes(own.recorded, new), []
-    for key in (line.split(":")[0] for line in refused):
-        value = attrgetter(key)(new)
-        parts.append(value if value and isinstance(value, str) else f"{key.split('.')[1]}{value}")
-    suffix = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts))[:MAX_SUFFIX]
-    config = _under_free_name(replace(config, "run", name=f"{name}-{suffix}"))
-    tell(
-        f"{own} holds a run with another config ({'; '.join(refused)}); this one goes to {path_of(config)}"
+    kept = own.keep_recorded(config)
+    refused = refused_changes(own.recorded, kept)
+    keys = [line.split(":")[0] for line in refused]
+    config = _use_free_name(replace(config, "run", name=f"{name}-{_name_settings(kept, keys)}"))
+    differences = "; ".join(refused)
+    log(
+        f"{own} holds a run with another config ({differences}); this one goes to {path_of(config)}"
     )
     return config
 
 
-def renamed(config: Config) -> Config:
+def _name_settings(config: Config, keys: Iterable[str]) -> str:
+    """The values of `keys` as a part of a folder's name: `softmax-lr0.001`."""
+    parts = []
+    for key in keys:
+        value = attrgetter(key)(config)
+        if isinstance(value, str) and value:
+            parts.append(value)
+        else:
+            parts.append(f"{key.split('.')[1]}{value}")
+    return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts))[:MAX_SUFFIX]
+
+
+def rename_fresh(config: Config) -> Config:
     """`config` under the first of NAME, NAME-2, NAME-3 … whose folder does not exist.
 
     Raises:
-        RunError: the job was restarted by its launcher: it would begin yet another run each time.
+        RunError: the job was restarted by its launcher, and would start another run each time.
     """
     for key in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         if os.environ.get(key, "0") != "0":
             raise RunError(
-                f"{key} = {os.environ[key]}: --fresh would begin another run; name it (--run.name=NAME)"
+                f"{key} = {os.environ[key]}: --fresh would begin another run; name it "
+                "(--run.name=NAME)"
             )
-    return _under_free_name(config)
+    return _use_free_name(config)
 
 
-def _under_free_name(config: Config) -> Config:
-    name, number = config.run.name, 1
+def _use_free_name(config: Config) -> Config:
+    name = config.run.name
+    number = 1
     while path_of(config).exists():
         number += 1
         config = replace(config, "run", name=f"{name}-{number}")

@@ -1,4 +1,4 @@
-"""Stops a run that cannot continue: reads what became of the steps on the device and writes a crash dump.
+"""Stop a run that cannot continue: read the counters on the device and write a crash dump.
 
 A loss that is NaN or Inf stops it at once, and the dump, runs/<name>/crash-step_00001234.json,
 shows what led to it. Gradients that are NaN or Inf, or loss spikes, only skip their step;
@@ -8,19 +8,26 @@ train.max_skipped_steps in a row stop the run.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.files import write_atomic
 from runtime import RunError, distributed
-from runtime.batches import first_row
 from runtime.distributed import Ranks
+from runtime.folder import RunFolder
 from runtime.parallel import full_tensor
-from runtime.preflight import Plan
 from runtime.state import TrainState
 from runtime.updates import BAD_LOSS, RUNNING, SPIKES, Counters
+
+
+class Recomputed(NamedTuple):
+    """A step's forward and backward pass, computed again."""
+
+    losses: list[Tensor]  # () of each of this rank's micro-batches, nats per token
+    windows: list[Any]  # of each of these micro-batches (`Loader.locate`)
+    learning_rate: float
 
 
 class Guard:
@@ -31,81 +38,95 @@ class Guard:
 
     def __init__(
         self,
-        plan: Plan,
+        run: RunFolder,
         state: TrainState,
         ranks: Ranks,
-        recompute: Callable[[int], tuple[list[Tensor], float]],
+        recompute: Callable[[int], Recomputed],
     ) -> None:
-        """`recompute` repeats a step's forward and backward pass, scaled as then: this rank's losses, and its rate."""
-        self.plan, self.state, self.ranks, self.recompute = plan, state, ranks, recompute
-        self.remedy = "Start again under another run.name with a lower optim.lr or a longer optim.warmup_steps"
-        if plan.dtype == torch.float16:
+        """`recompute` repeats the forward and backward pass of a step (from 0)."""
+        self.run = run
+        self.state = state
+        self.ranks = ranks
+        self.recompute = recompute
+        self.remedy = (
+            "Start again under another run.name with a lower optim.lr or a longer "
+            "optim.warmup_steps"
+        )
+        if state.compute.dtype == torch.float16:
             self.remedy += ", or use train.dtype = bfloat16 or float32"
 
     def check(self) -> Counters[float]:
-        """What became of the steps so far. Waits for the device, so it is not called in every step.
+        """Read the counters of the steps so far. Waits for the device: not for every step.
 
         Raises:
             RunError: the run is halted: a loss that is NaN or Inf, which also writes the crash
                 dump, or too many skipped steps in a row.
         """
         counters = self.state.updates.read()
-        step, folder = int(counters.step), self.plan.run
+        step = int(counters.step)
         if counters.halted == BAD_LOSS:  # weights, windows and dropout are still those of that step
             file = self._dump_crash(step, counters)
             raise RunError(
-                f"{folder}: train loss {counters.loss} in step {step + 1}, before its update: the weights are those of "
-                f"step {step}. {file} has its windows and, computed once more, its losses and the norms of weights "
-                f"and gradients. {self.remedy}"
+                f"{self.run}: train loss {counters.loss} in step {step + 1}, before its update: "
+                f"the weights are those of step {step}. {file} has its windows and, computed once "
+                f"more, its losses and the norms of weights and gradients. {self.remedy}"
             )
         if counters.halted != RUNNING:
-            why = "a loss spike" if counters.halted == SPIKES else "gradients that are NaN or Inf"
+            reason = (
+                "a loss spike" if counters.halted == SPIKES else "gradients that are NaN or Inf"
+            )
             raise RunError(
-                f"{folder}: {counters.skipped_in_row:.0f} steps in a row skipped, the last for {why} (step {step + 1}, "
-                f"loss {counters.loss:.4g}, loss scale {counters.scale:g}). The weights are those before the first of "
-                f"them. {self.remedy}"
+                f"{self.run}: {counters.skipped_in_row:.0f} steps in a row skipped, the last for "
+                f"{reason} (step {step + 1}, loss {counters.loss:.4g}, loss scale "
+                f"{counters.scale:g}). The weights are those before the first of them. "
+                f"{self.remedy}"
             )
         return counters
 
     def check_val_loss(self, step: int, loss: Tensor) -> None:
-        """Raises RunError, on all ranks, if the validation loss (), nats per token, is NaN or Inf."""
+        """Raise RunError, on all ranks, if the validation loss () is NaN or Inf."""
         if not loss.isfinite():
             raise RunError(
-                f"{self.plan.run}: val loss {loss.item()} at step {step}, the run has diverged. {self.remedy}"
+                f"{self.run}: val loss {loss.item()} at step {step}, the run has diverged. "
+                f"{self.remedy}"
             )
 
-    @torch.no_grad()
     def _dump_crash(self, step: int, counters: Counters[float]) -> Path:
-        """Compute step number `step` (from 0) once more and write what is known of it; returns the file's path."""
-        plan, size = self.plan, self.plan.config.train.micro_batch_size
-        with torch.enable_grad():
-            tensors, rate = self.recompute(step)
-        losses = [loss.item() for loss in tensors]
-        rows = (first_row(micro, size, self.ranks) for micro in range(plan.accumulation))
-        windows = [plan.loader.locate(step, row, size) for row in rows]
-        of_rank = {
-            "rank": self.ranks.rank,
-            "micro_batches": [
-                {"loss": loss, "windows": w} for loss, w in zip(losses, windows, strict=True)
-            ],
+        """Compute step number `step` (from 0) again and describe it in a file; returns its path."""
+        losses, windows, learning_rate = self.recompute(step)
+        micro_batches = []
+        for loss, micro_windows in zip(losses, windows, strict=True):
+            micro_batches.append({"loss": loss.item(), "windows": micro_windows})
+        this_rank = {"rank": self.ranks.rank, "micro_batches": micro_batches}
+        dump = {
+            "step": step,
+            "loss": counters.loss,
+            "loss_scale": counters.scale,
+            "learning_rate": learning_rate,
+            "ranks": distributed.gather(this_rank, self.ranks.control),
+            "parameters": measure_parameters(self.state, counters.scale),
         }
-        dump: dict[str, Any] = {"step": step, "loss": counters.loss, "loss_scale": counters.scale}
-        dump |= {"learning_rate": rate, "ranks": distributed.gather(of_rank, self.ranks.control)}
-        dump["parameters"] = {}
-        for name, p in self.state.model.named_parameters():
-            assert p.grad is not None
-            norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (p, p.grad))
-            weight, gradient = (full_tensor(norm).item() for norm in norms)
-            dump["parameters"][name] = {
-                "weight_norm": weight,
-                "gradient_norm": gradient / counters.scale,
-            }
-        path = plan.run.path / f"crash-step_{step:08d}.json"
+        path = self.run.path / f"crash-step_{step:08d}.json"
         if self.ranks.rank == 0:
             # JSON has no numbers for NaN and Inf: they become strings.
-            text = json.loads(json.dumps(dump), parse_constant=lambda name: str(float(name)))
+            finite = json.loads(json.dumps(dump), parse_constant=lambda name: str(float(name)))
             try:
-                write_atomic(path, json.dumps(text, indent=1) + "\n")
-            except OSError as error:  # must not hide what went wrong
+                write_atomic(path, json.dumps(finite, indent=1) + "\n")
+            except OSError as error:  # must not hide the error that stops the run
                 print(f"warning: {path} could not be written ({error.strerror})", flush=True)
         return path
+
+
+@torch.no_grad()
+def measure_parameters(state: TrainState, loss_scale: float) -> dict[str, dict[str, float]]:
+    """{name: norms of the weight and of its gradient}, in float64. Every rank calls it."""
+    norms = {}
+    for name, p in state.model.named_parameters():
+        assert p.grad is not None
+        weight_norm = full_tensor(torch.linalg.vector_norm(p, dtype=torch.float64))
+        gradient_norm = full_tensor(torch.linalg.vector_norm(p.grad, dtype=torch.float64))
+        norms[name] = {
+            "weight_norm": weight_norm.item(),
+            "gradient_norm": gradient_norm.item() / loss_scale,
+        }
+    return norms

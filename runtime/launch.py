@@ -1,4 +1,4 @@
-"""How train.py starts and ends as a command: early checks, one message per error, exit codes, torchrun.
+"""How train.py starts and ends as a command: early checks, errors, exit codes, torchrun.
 
 It imports torch only within `launch`: a typo or missing data is reported before.
 """
@@ -24,9 +24,9 @@ next:
 
 
 def check_command(argv: Sequence[str]) -> None:
-    """Exit with 2 if the command line is wrong, or if it starts a new run that has no data sets that suit it.
+    """Exit with 2 if the command line is wrong, or if the data sets of a new run do not fit.
 
-    Data are checked only for a run in this process alone.
+    Data are checked only if the job has one rank.
     """
     config = configure.from_command_line(argv)
     if os.environ.get("WORLD_SIZE", "1") != "1" or Path(config.run.dir, config.run.name).exists():
@@ -41,15 +41,16 @@ def check_command(argv: Sequence[str]) -> None:
 def launch(argv: list[str], start: Callable[[configure.Config, list[str]], None]) -> int:
     """Call `start` with the config of a command line and notes to print.
 
-    Every error that a user can mend is one message. Returns the exit code.
+    Every error that a user can fix is one message. Returns the exit code.
     """
     from runtime import distributed  # imports torch
-    from runtime.folder import find_or_rename, path_of, renamed
+    from runtime.folder import find_or_rename, path_of, rename_fresh
 
-    config, notes = configure.from_command_line(argv), []
+    config = configure.from_command_line(argv)
+    notes = []
     try:
         if "--fresh" in argv:
-            config = renamed(config)
+            config = rename_fresh(config)
         elif not configure.is_name_chosen(*configure.split_command_line(argv)):
             config = find_or_rename(config, notes.append)
         distributed.pick_device(config.train.device)  # raises for a finished run, too
@@ -60,13 +61,12 @@ def launch(argv: list[str], start: Callable[[configure.Config, list[str]], None]
         return EXIT_CODE
     except (RunError, DataError, configure.ConfigError, OSError) as error:
         configure.tell_torchrun(str(error))
-        rank, first_of_node = os.environ.get("RANK", "0"), distributed.local_rank() == 0
+        rank = os.environ.get("RANK", "0")
+        of_this_node = isinstance(error, DataError) and distributed.local_rank() == 0
         if rank == "0":
             print(f"error: {error}", file=sys.stderr)
-        elif isinstance(error, OSError | RankError) or (
-            isinstance(error, DataError) and first_of_node
-        ):
-            # other errors come to rank 0 alike
+        elif of_this_node or isinstance(error, OSError | RankError):
+            # rank 0 has the other errors as well
             print(f"error on rank {rank}: {error}", file=sys.stderr)
         code = 2
     except Exception as error:  # most often another rank is lost

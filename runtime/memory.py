@@ -1,4 +1,4 @@
-"""Estimate a training step's GPU memory before anything is allocated, and choose a parallelism that fits.
+"""Estimate a training step's GPU memory before it is allocated, and choose a parallelism.
 
 Weights, gradients and optimizer state are exact. Activations, logits and working copies are counted
 from what autograd saves for the backward pass; docs/scale.md has the terms and the measurements
@@ -21,8 +21,10 @@ from runtime import RunError, distributed
 from runtime.optimizers import is_for_muon
 from runtime.parallel import holds_weights
 
-USABLE = 0.92  # of a device's memory; the CUDA context, libraries and fragmentation take the rest
-# Per element of a copy in autocast's compute type; auto is float16, as on any GPU.
+# Fraction of a device's memory. CUDA's context, libraries and fragmentation use the remainder; not
+# measured.
+USABLE = 0.92
+# Bytes per element of a copy in autocast's compute type; auto is float16, as on any GPU.
 CAST_BYTES = {"float32": 0, "float16": 2, "bfloat16": 2, "auto": 2}
 
 Shapes = Mapping[str, Sequence[int]]  # {name: shape} of a model's parameters
@@ -33,8 +35,8 @@ class Memory(NamedTuple):
 
     weights: int
     gradients: int
-    optimizer: int  # AdamW's two moments, Muon's one
-    # weights cast to the compute type; of FSDP2 and ZeRO-2 also gathered weights and their
+    optimizer: int  # AdamW has two moments, Muon one
+    # weights cast to the compute type; under FSDP2 and ZeRO-2 also gathered weights and their
     # gradients
     copies: int
     activations: int
@@ -54,82 +56,93 @@ def estimate_memory(
 ) -> Memory:
     """Estimate the memory of one rank at the peak of a training step.
 
-    What Muon works with comes when activations are gone, and is not counted. The mask of
-    data.document_mask is, though compiled blocks on CUDA have no such tensor.
+    Muon's working memory is not counted, since activations are freed before. The mask of
+    data.document_mask is counted, though compiled blocks on CUDA have no such tensor.
 
     Args:
-        config: the run's.
-        shapes: the model's parameters.
+        config: the run's settings.
+        shapes: shapes of the model's parameters.
         parallel: "ddp" (also for one rank), "zero2", "fsdp" or "hsdp", in place of train.parallel.
         shards: ranks that a tensor is split across; 1 for "ddp".
-        accumulates: whether a step has several micro-batches.
+        accumulates: True if a step has several micro-batches.
     """
-    dtype, checkpointing = config.train.dtype, config.train.activation_checkpointing
-    model, muon = config.model, config.optim.name == "muon"
-    # by this rank
-    owned = {name: ceil(shape[0] / shards) * prod(shape[1:]) for name, shape in shapes.items()}
-    parameters = sum(owned.values())
-    by_muon = sum(
-        size for name, size in owned.items() if muon and is_for_muon(name, len(shapes[name]))
-    )
+    model = config.model
+    dtype = config.train.dtype
+    checkpointing = config.train.activation_checkpointing
+    parameters = 0  # of this rank
+    moments = 0
+    for name, shape in shapes.items():
+        size = ceil(shape[0] / shards) * prod(shape[1:])
+        by_muon = config.optim.name == "muon" and is_for_muon(name, len(shape))
+        parameters += size
+        moments += size if by_muon else 2 * size
     tokens = config.train.micro_batch_size * model.block_size
     hold = holds_weights(parallel, accumulates)
     copies = copied_bytes(shapes, model.n_layer, dtype, parallel, checkpointing, hold)
+
     n_dense = dense_layers(model)
-    layers = [
-        activation_bytes(model, tokens, dtype, dense=i < n_dense) for i in range(model.n_layer)
-    ]
-    inputs = model.n_layer * 4 * tokens * model.n_embd  # of the blocks, fp32
-    activations = inputs + max(layers) if checkpointing else sum(layers)
+    layers = []
+    for layer in range(model.n_layer):
+        layers.append(activation_bytes(model, tokens, dtype, dense=layer < n_dense))
+    activations = sum(layers)
+    if checkpointing:
+        block_inputs = model.n_layer * 4 * tokens * model.n_embd  # fp32
+        activations = block_inputs + max(layers)
     if config.data.document_mask:
         activations += (CAST_BYTES[dtype] or 4) * tokens * model.block_size
     logits = logits_bytes(model, tokens, dtype)
-    gathered = (
-        4 * sum(map(prod, shapes.values())) if config.eval.task_names and parallel != "ddp" else 0
-    )
+
+    scoring = 0
+    if config.eval.task_names and parallel != "ddp":
+        gathered = 4 * sum(prod(shape) for shape in shapes.values())
+        scoring = max(0, gathered - copies - activations - logits)
     return Memory(
         weights=4 * parameters,
         gradients=4 * parameters,
-        optimizer=8 * parameters - 4 * by_muon,
+        optimizer=4 * moments,
         copies=copies,
         activations=activations,
         logits=logits,
         ema=4 * parameters if config.train.ema_decay else 0,
-        scoring=max(0, gathered - copies - activations - logits),
+        scoring=scoring,
     )
 
 
 def copied_bytes(
     shapes: Shapes, n_layer: int, dtype: str, parallel: str, checkpointing: bool, hold: bool
 ) -> int:
-    """Bytes of `Memory.copies`; the arguments are those of `estimate_memory`, and its `holds_weights`."""
+    """Bytes of `Memory.copies`; arguments as in `estimate_memory`, `hold` as `holds_weights`."""
 
     def count(prefix: str) -> int:
         return sum(prod(shape) for name, shape in shapes.items() if name.startswith(prefix))
 
-    mlps = [count(f"blocks.{i}.mlp.") for i in range(n_layer)]
-    rests = [count(f"blocks.{i}.") - mlp for i, mlp in enumerate(mlps)]  # of each block
-    outside = count("") - sum(mlps) - sum(rests)
+    mlps = [count(f"blocks.{layer}.mlp.") for layer in range(n_layer)]
+    others = []  # parameters of each block outside its MLP
+    for layer, mlp in enumerate(mlps):
+        others.append(count(f"blocks.{layer}.") - mlp)
+    outside = count("") - sum(mlps) - sum(others)
     kept = max if checkpointing else sum  # autograd keeps the casts of one block, or of all
-    b = CAST_BYTES[dtype]
-    casts = b * (outside + kept(rests))
+    cast_bytes = CAST_BYTES[dtype]
+    casts = cast_bytes * (outside + kept(others))
     if parallel == "ddp":
-        return casts + b * kept(mlps)
-    # The buffer that a block arrives in, its gradients, and those being reduced in fp32. Parameters
-    # outside of blocks stay gathered.
-    g = b or 4
-    arriving = (2 * g + 4) * max(mlps) + 3 * 4 * max(rests) + 2 * 4 * outside
+        return casts + cast_bytes * kept(mlps)
+    # The buffer that a block is gathered in, its gradients, and gradients that are reduced in fp32.
+    # Parameters outside of blocks stay gathered.
+    gathered_bytes = cast_bytes or 4
+    arriving = (2 * gathered_bytes + 4) * max(mlps) + 3 * 4 * max(others) + 2 * 4 * outside
     if hold:
-        return casts + arriving + g * sum(mlps) + 4 * sum(rests)
-    return casts + arriving + 2 * g * max(mlps) + 2 * 4 * max(rests)  # FSDP2 holds two
+        return casts + arriving + gathered_bytes * sum(mlps) + 4 * sum(others)
+    two_blocks = 2 * gathered_bytes * max(mlps) + 2 * 4 * max(others)  # FSDP2 holds two
+    return casts + arriving + two_blocks
 
 
 def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
-    """Bytes that the LM head and its loss take besides the head's weight and input (kernels/cross_entropy.py)."""
+    """Bytes of the LM head and its loss, except its weight and input (kernels/cross_entropy.py)."""
     b = CAST_BYTES[dtype] or 4
-    V, C = model.vocab_size, model.n_embd
+    V = model.vocab_size
+    C = model.n_embd
     chunk = chunk_rows(tokens, V, b) * V * b
-    # of the weight; later a copy scaled by the loss's own gradient is beside it
+    # of the weight; after the chunks are freed, a copy scaled by the loss's own gradient is made
     gradient = 4 * V * C
     return b * tokens * C + gradient + max(chunk, gradient)
 
@@ -137,55 +150,58 @@ def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
 def activation_bytes(model: Model, tokens: int, dtype: str, dense: bool) -> int:
     """Bytes that autograd saves of one block, with or without experts, for `tokens` tokens."""
     b = CAST_BYTES[dtype] or 4
-    C, H, K, E, shared = (
-        model.n_embd,
-        model.expert_hidden,
-        model.top_k,
-        model.n_expert,
-        model.n_shared_expert,
-    )
-    # First norm: input (fp32), output. Attention, its output. Second norm: input, output.
-    bytes_per_token = (4 + b) * C + attention_bytes(model, b) + (4 + b) * C
-    # an MLP's pre-activations, activated gate, activations per H
-    per_unit = (4 if model.gated else 2) * b * H
+    C = model.n_embd
+    H = model.expert_hidden
+    K = model.top_k
+    norm_bytes = (4 + b) * C  # input (fp32) and output
+    bytes_per_token = norm_bytes + attention_bytes(model, b) + norm_bytes
+    # an MLP's pre-activations, activated gate and activations, for a width of H
+    mlp_bytes = (4 if model.gated else 2) * b * H
     if dense:
-        return tokens * (bytes_per_token + per_unit * (K + shared))
-    bytes_per_token += 4 * 4 * E  # logits, scores, probabilities and what their losses keep
-    # pre-activations, gates and indices
-    bytes_per_token += (2 if model.gated else 1) * b * K * H + 20 * K
-    bytes_per_token += per_unit * shared
+        return tokens * (bytes_per_token + mlp_bytes * (K + model.n_shared_expert))
+    bytes_per_token += 4 * 4 * model.n_expert  # logits, scores, probabilities; for their losses
+    pre_activations = (2 if model.gated else 1) * b * K * H
+    bytes_per_token += pre_activations + 20 * K  # gates and indices
+    bytes_per_token += mlp_bytes * model.n_shared_expert
     if b != 4:
         bytes_per_token += 4 * C  # the router's fp32 input
-        bytes_per_token += b * C if shared else 0  # the shared experts' cast of it
+        if model.n_shared_expert:
+            bytes_per_token += b * C  # their cast of it
     return tokens * bytes_per_token
 
 
 def attention_bytes(model: Model, b: int) -> int:
     """Bytes per token that autograd saves of attention without its input; `b` bytes per element."""
-    C, kv = model.n_embd, model.n_embd // model.n_head * kv_heads(model)
-    normed, rotated = model.qk_norm != "off", model.pos == "rope"
-    # output; qkv, which queries, values or the norms' inputs are parts of
-    saved = b * (C + C + 2 * kv)
-    # queries and keys, no longer a part of the product qkv
-    saved += b * (C + kv) if normed or rotated else 0
-    # the output in the order of tokens: rotated queries lie in that of heads
-    saved += b * C if rotated else 0
-    saved += 4 * (C + kv) if normed and b != 4 else 0  # the norms' inputs in fp32
+    C = model.n_embd
+    kv_width = model.n_embd // model.n_head * kv_heads(model)
+    normed = model.qk_norm != "off"
+    rotated = model.pos == "rope"
+    output = C
+    qkv = C + 2 * kv_width
+    saved = b * (output + qkv)
+    if normed or rotated:
+        saved += b * (C + kv_width)  # queries and keys: no longer views of the product qkv
+    if rotated:
+        saved += b * C  # the output in the order of tokens: rotated queries are in order of heads
+    if normed and b != 4:
+        saved += 4 * (C + kv_width)  # the norms' inputs in fp32
     return saved
 
 
 def list_parallelisms(world_size: int, local_size: int, ddp_first: bool = True) -> dict[str, int]:
-    """The possible values of train.parallel and how many ranks split a tensor under each, in the order "auto" tries.
+    """{possible train.parallel: ranks that share a tensor}, in the order that "auto" tries.
 
-    The job has `world_size` ranks, `local_size` on each node. On one node ZeRO-2 comes before DDP
-    unless `ddp_first`: it shares the optimizer's work, but sends gradients in each micro-batch, so
-    it is faster if a step has one.
+    On one node ZeRO-2 comes before DDP unless `ddp_first`: it shares the optimizer's work, but
+    sends gradients in each micro-batch, so it is faster if a step has one.
+
+    Args:
+        world_size: ranks of the job.
+        local_size: ranks on each node.
+        ddp_first: prefer DDP.
     """
-    names = (
-        ["ddp", "hsdp", "zero2", "fsdp"]
-        if ddp_first or world_size > local_size
-        else ["zero2", "ddp", "fsdp"]
-    )
+    names = ["ddp", "hsdp", "zero2", "fsdp"]
+    if not ddp_first and world_size <= local_size:
+        names = ["zero2", "ddp", "fsdp"]
     shards = {"ddp": 1}
     if world_size > local_size > 1 and world_size % local_size == 0:
         shards["hsdp"] = local_size
@@ -197,7 +213,7 @@ def list_parallelisms(world_size: int, local_size: int, ddp_first: bool = True) 
 def choose_parallelism(
     config: Config, shapes: Shapes, world_size: int, local_size: int, device: torch.device
 ) -> tuple[str, Memory]:
-    """Resolve train.parallel: what the config names, or for "auto" the first parallelism that fits the device.
+    """Resolve train.parallel: "auto" becomes the first parallelism that fits the device.
 
     Returns:
         "ddp", "zero2", "fsdp" or "hsdp", and the estimate of each rank's memory under it.
@@ -206,57 +222,56 @@ def choose_parallelism(
         RunError: it needs more ranks, or the device's memory is known and smaller than the state
             alone.
     """
-    train, capacity = config.train, distributed.memory_bytes(device)
+    train = config.train
+    capacity = distributed.memory_bytes(device)
     accumulates = train.batch_size > train.micro_batch_size * world_size
     possible = list_parallelisms(
         world_size, local_size, ddp_first=device.type != "cuda" or accumulates
     )
     if train.parallel not in ("auto", *possible):
         raise RunError(
-            f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), {local_size} on this node: "
-            f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
+            f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), "
+            f"{local_size} on this node: set --train.parallel=auto, or one of "
+            f"{', '.join(possible)}, or start more ranks with torchrun"
         )
-    estimates = {
-        parallel: estimate_memory(config, shapes, parallel, shards, accumulates)
-        for parallel, shards in possible.items()
-        if train.parallel in ("auto", parallel)
-    }
+    estimates = {}
+    for parallel, shards in possible.items():
+        if train.parallel in ("auto", parallel):
+            estimates[parallel] = estimate_memory(config, shapes, parallel, shards, accumulates)
     chosen = select_fitting(estimates, capacity)
     check_state_fits(estimates[chosen], capacity, shapes)
     return chosen, estimates[chosen]
 
 
 def select_fitting(estimates: Mapping[str, Memory], capacity: int | None) -> str:
-    """The first key whose memory fits into `capacity` bytes, or the last; the first if capacity is None (unknown)."""
-    fitting = (
-        name
-        for name, memory in estimates.items()
-        if capacity is None or sum(memory) <= USABLE * capacity
-    )
-    return next(fitting, list(estimates)[-1])
+    """The first key whose memory fits into `capacity` bytes (None: unknown), or the last key."""
+    for name, memory in estimates.items():
+        if capacity is None or sum(memory) <= USABLE * capacity:
+            return name
+    return list(estimates)[-1]
 
 
 def check_state_fits(memory: Memory, capacity: int | None, shapes: Shapes) -> None:
-    """Raises RunError if weights, gradients and optimizer state alone exceed `capacity` bytes (None: unknown)."""
-    if capacity is not None and memory.state > capacity:
-        per_parameter = 20 if memory.ema else 16  # bytes over all ranks that share it, all in fp32
-        least = per_parameter * sum(map(prod, shapes.values())) / (USABLE * capacity)
-        mean = ", the running mean of weights (train.ema_decay)" if memory.ema else ""
-        raise RunError(
-            f"weights, gradients and optimizer{mean} need {format_bytes(memory.state)} a GPU, this one has "
-            f"{format_bytes(capacity)}: set --train.parallel=fsdp on {2 ** ceil(log2(least))} GPUs or more"
-        )
+    """Raise RunError if `memory.state` exceeds `capacity` bytes (None: unknown)."""
+    if capacity is None or memory.state <= capacity:
+        return
+    bytes_per_parameter = 20 if memory.ema else 16  # over all ranks that share it, all in fp32
+    total = bytes_per_parameter * sum(prod(shape) for shape in shapes.values())
+    least_gpus = 2 ** ceil(log2(total / (USABLE * capacity)))
+    mean = ", the running mean of weights (train.ema_decay)" if memory.ema else ""
+    raise RunError(
+        f"weights, gradients and optimizer{mean} need {format_bytes(memory.state)} a GPU, this "
+        f"one has {format_bytes(capacity)}: set --train.parallel=fsdp on {least_gpus} GPUs or more"
+    )
 
 
 def describe_memory(parallel: str, memory: Memory, capacity: int | None) -> str:
     """One line about `memory` for the start of a run; `capacity` in bytes, None if unknown."""
-    parts = ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in memory._asdict().items() if size
-    )
-    line = f"{parallel}, about {format_bytes(sum(memory))} a rank: {parts}"
+    sizes = [f"{name} {format_bytes(size)}" for name, size in memory._asdict().items() if size]
+    line = f"{parallel}, about {format_bytes(sum(memory))} a rank: {', '.join(sizes)}"
     if capacity is not None and sum(memory) > USABLE * capacity:
         line += (
-            f"; the device's {format_bytes(capacity)} may be too little: set a smaller train.micro_batch_size or "
-            f"train.activation_checkpointing = true"
+            f"; the device's {format_bytes(capacity)} may be too little: set a smaller "
+            "train.micro_batch_size or train.activation_checkpointing = true"
         )
     return line

@@ -1,160 +1,337 @@
-"""The optimizers: AdamW, which may keep copies in half precision, and Muon for the matrices of the blocks."""
+"""The optimizers: torch's fused AdamW, AdamW that also writes half-precision copies, and Muon."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from kernels import triton_adamw
-from runtime.parallel import local_part
+from configure.schema import Optim
+from kernels import choose_backend, triton_adamw
+from runtime.parallel import full_tensor, local_part
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that Newton-Schulz repeats
-STEPS = 5
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Muon's authors
+NEWTON_SCHULZ_STEPS = 5  # as its authors
+
+Group = dict[str, Any]  # a parameter group of torch.optim
 
 
-class AdamW(torch.optim.AdamW):
-    """Fused AdamW.
+class Optimizers:
+    """Optimizers that step together, each for its own parameters.
 
-    Of the weights that `keep_copies` names, a kernel takes the step that also copies them.
+    Attributes:
+        parts: torch's fused AdamW and, if they have parameters, `CopyingAdamW` and `Muon`.
+        parameters: all parameters. The order sets how the norm of the gradients is rounded.
+    """
 
-    Gradients are divided by `grad_scale`, and nothing moves where `found_inf` is 1.
+    def __init__(
+        self, parts: Sequence[torch.optim.Optimizer], parameters: Sequence[Tensor] | None = None
+    ) -> None:
+        """Join `parts`; `parameters` are in the order of their groups by default."""
+        self.parts = list(parts)
+        if parameters is None:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+        self.parameters = list(parameters)
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The parameter groups of all parts. Loading a checkpoint replaces them."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """{parameter: its step count and moments}."""
+        state = {}
+        for part in self.parts:
+            state.update(part.state)
+        return state
+
+    def step(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        """Take a step with the gradients in place, decided on the device.
+
+        Args:
+            grad_scale: () fp32, divides the gradients; needed by `CopyingAdamW` and `Muon`.
+            found_inf: () fp32; where it is 1, nothing changes. Needed by the same.
+        """
+        for part in self.parts:
+            fused: Any = part  # torch reads these attributes and does not declare them
+            fused.grad_scale = grad_scale
+            fused.found_inf = found_inf
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def valid_copies(self) -> dict[Tensor, Tensor]:
+        """{weight: half-precision copy}, if only `CopyingAdamW` has changed the weight since."""
+        for part in self.parts:
+            if isinstance(part, CopyingAdamW):
+                return part.valid_copies()
+        return {}
+
+
+def build_optimizer(
+    model: nn.Module, optim: Optim, copy_dtype: torch.dtype | None = None
+) -> Optimizers:
+    """AdamW, or Muon with AdamW, with moments allocated; only matrices have weight decay.
+
+    Args:
+        model: the model on its device, sharded or not.
+        optim: settings. `Updates` multiplies a group's rate by its `lr_ratio`:
+            optim.router_lr_ratio for routers (W, b, γ), optim.expert_out_lr_ratio for w_out of the
+            routed experts.
+        copy_dtype: the type of `choose_copy_dtype`, for copies of the routed experts' weights.
+    """
+    groups = group_parameters(model, optim)
+    ordered = [p for group in groups for p in group["params"]]
+    copied: set[Tensor] = set()
+    if copy_dtype is not None and optim.name != "muon":
+        copied = {p for name, p in model.named_parameters() if ".experts." in name}
+
+    by_torch: list[Group] = []
+    by_copying: list[Group] = []
+    by_muon: list[Group] = []
+    for group in groups:
+        with_copies = [p for p in group["params"] if p in copied]
+        without = [p for p in group["params"] if p not in copied]
+        if "momentum" in group:
+            by_muon.append(group)
+            continue
+        if with_copies:
+            by_copying.append({**group, "params": with_copies})
+        if without:
+            by_torch.append({**group, "params": without})
+
+    betas = (optim.beta1, optim.beta2)
+    parts: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(by_torch, lr=optim.lr, betas=betas, eps=optim.eps, fused=True)
+    ]
+    if by_copying:
+        assert copy_dtype is not None
+        parts.append(CopyingAdamW(by_copying, optim.lr, betas, optim.eps, copy_dtype))
+    if by_muon:
+        parts.append(Muon(by_muon, optim.lr))
+    optimizers = Optimizers(parts, ordered)
+    allocate_moments(optimizers)
+    return optimizers
+
+
+def group_parameters(model: nn.Module, optim: Optim) -> list[Group]:
+    """Parameter groups, in the order in which their first parameters are in the model.
+
+    Groups of equal settings stay separate for matrices and for other parameters: a parameter's
+    group sets its place in the sum of the gradients' norm.
+    """
+    groups: dict[tuple, Group] = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        is_matrix = p.dim() >= 2
+        settings = {"lr_ratio": 1.0, "weight_decay": optim.weight_decay if is_matrix else 0.0}
+        if ".router." in name:
+            settings["lr_ratio"] = optim.router_lr_ratio
+        elif name.endswith("experts.w_out"):
+            settings["lr_ratio"] = optim.expert_out_lr_ratio
+        if optim.name == "muon" and is_for_muon(name, p.dim()):
+            settings["momentum"] = optim.momentum
+        key = (tuple(settings.items()), is_matrix)
+        group = groups.setdefault(key, {**settings, "params": []})
+        group["params"].append(p)
+    return list(groups.values())
+
+
+def allocate_moments(optimizers: Optimizers) -> None:
+    """Allocate moments and step counts: checkpoints have them, and float16 may skip step 1."""
+    for part in optimizers.parts:
+        names = ("exp_avg",) if isinstance(part, Muon) else ("exp_avg", "exp_avg_sq")
+        for group in part.param_groups:
+            for p in group["params"]:
+                state = {"step": torch.zeros((), device=p.device)}
+                for name in names:
+                    state[name] = torch.zeros_like(p)
+                part.state[p] = state
+
+
+def choose_copy_dtype(backend: str, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+    """`dtype` if Triton multiplies experts' weights in it and copies of them help, else None."""
+    if dtype == torch.float32:
+        return None
+    return dtype if choose_backend(backend, device, dtype) == "triton" else None
+
+
+def measure_signal(optimizers: Optimizers, parameters: Sequence[Tensor]) -> Tensor:
+    """Signal fraction of the squared gradients of `parameters`, from AdamW's moments.
+
+    Σ m̂² / Σ v̂ is 1 for constant gradients and, after some tens of steps, (1 − β1) / (1 + β1) for
+    independent ones of mean 0. The fraction maps these linearly to 1 and 0. Signal to noise is
+    fraction / (1 − fraction). Returns () fp32.
+    """
+    beta1, beta2 = find_group(optimizers, parameters[0])["betas"]
+    all_states = optimizers.state
+    states = [all_states[p] for p in parameters]
+    step = states[0]["step"].to(parameters[0].device)
+    first = sum(full_tensor(state["exp_avg"].square().sum()) for state in states)
+    first = first / (1 - beta1**step) ** 2  # Σ m̂²
+    second = sum(full_tensor(state["exp_avg_sq"].sum()) for state in states)
+    second = second / (1 - beta2**step)  # Σ v̂
+    noise_only = (1 - beta1) / (1 + beta1)
+    return (first / second - noise_only) / (1 - noise_only)
+
+
+def find_group(optimizers: Optimizers, parameter: Tensor) -> Group:
+    """The parameter group of `parameter`."""
+    for group in optimizers.param_groups:
+        if any(parameter is p for p in group["params"]):
+            return group
+    raise AssertionError("every trained parameter has a group")
+
+
+class CopyingAdamW(torch.optim.Optimizer):
+    """AdamW whose kernel also writes each weight to a half-precision copy.
+
+    Parameters, gradients and moments are contiguous and in fp32. Gradients are divided by
+    `grad_scale`, and nothing changes where `found_inf` is 1.
     """
 
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        groups: list[Group],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        dtype: torch.dtype,
+    ) -> None:
+        # `fused`: loading a checkpoint then keeps step counts on the device
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": True})
         self.copies: dict[Tensor, Tensor] = {}
-        self.versions: dict[Tensor, int] = {}  # of weights when they were last copied
+        self.versions: dict[Tensor, int] = {}  # version of each weight when it was last copied
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.copies[p] = torch.empty_like(p, dtype=dtype)
 
-    def keep_copies(self, weights: Iterable[Tensor], dtype: torch.dtype) -> None:
-        """From the next step on copy these weights to `dtype`; they and their moments are contiguous and in fp32."""
-        self.copies = {weight: torch.empty_like(weight, dtype=dtype) for weight in weights}
-
-    def fresh_copies(self) -> Mapping[Tensor, Tensor]:
-        """{weight: copy} of those that nothing but this has changed since: not loading, nor an exchange for a mean."""
+    def valid_copies(self) -> dict[Tensor, Tensor]:
+        """{weight: copy}, if nothing else has changed the weight: no loading, no exchange."""
         return {p: copy for p, copy in self.copies.items() if self.versions.get(p) == p._version}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]  # no loss is returned
         """Take a step with the gradients in place. There is no `closure`."""
-        groups = self.param_groups
-        take_fused_step(
-            self,
-            [{**g, "params": [p for p in g["params"] if p not in self.copies]} for g in groups],
+        counts = [self.state[p]["step"] for p in self.copies]
+        torch._foreach_add_(counts, [1 - self.found_inf] * len(counts))
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._step_parameter(p, group)
+
+    def _step_parameter(self, p: Tensor, group: Group) -> None:
+        assert p.grad is not None and triton_adamw, "for devices where Triton can run"
+        state = self.state[p]
+        triton_adamw.adamw_step(
+            p,
+            p.grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            self.copies[p],
+            state["step"],
+            self.grad_scale,
+            self.found_inf,
+            group["lr"],
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
         )
-        if not self.copies:
-            return
-        torch._foreach_add_(
-            [self.state[p]["step"] for p in self.copies], [1 - self.found_inf] * len(self.copies)
-        )
-        settings = {p: group for group in groups for p in group["params"]}
-        for p, copy in self.copies.items():
-            assert p.grad is not None and triton_adamw, "keep_copies is for where Triton can run"
-            m, v, count = (self.state[p][name] for name in ("exp_avg", "exp_avg_sq", "step"))
-            tensors = p, p.grad, m, v, copy, count, self.grad_scale, self.found_inf
-            lr, betas, eps, decay = (
-                settings[p][name] for name in ("lr", "betas", "eps", "weight_decay")
-            )
-            triton_adamw.adamw_step(*tensors, lr, betas, eps, decay)
-            self.versions[p] = p._version
+        self.versions[p] = p._version
 
 
-def take_fused_step(optimizer: torch.optim.AdamW, groups: list[dict[str, Any]]) -> None:
-    """Take torch's fused step of an optimizer's `groups` alone."""
-    every, optimizer.param_groups = optimizer.param_groups, groups
-    try:
-        torch.optim.AdamW.step(optimizer)
-    finally:
-        optimizer.param_groups = every
+def is_for_muon(name: str, dim: int) -> bool:
+    """True if Muon trains the parameter of that name: matrices of blocks, except routers'.
+
+    Embeddings and the head stay with AdamW, since a token changes one row of them. So do routers,
+    since the size of their logits sets the gates. A row for each token or expert is not a linear
+    map whose singular values should be equal.
+    """
+    return dim >= 2 and name.startswith("blocks.") and ".router." not in name
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices (..., A, B); leading dimensions, such as experts, count separate matrices.
+
+    The gradient g of a matrix W changes its running mean m to μ m + (1 - μ) g, and W by -lr times
+    decay · W + 0.2 √max(A, B) · orthogonalize(μ m + (1 - μ) g). That factor gives the step the root
+    mean square of AdamW's, so that both use one learning rate and one decay (arXiv 2502.16982).
+    Gradients are divided by `grad_scale`, and nothing changes where `found_inf` is 1: the step is
+    decided on the device, which torch.optim.Muon cannot do. The iteration runs in bfloat16 on CUDA,
+    as its authors', and in float32 on a CPU.
+
+    Under FSDP2 each expert is whole on one rank, which computes its step. Other matrices are
+    gathered for the iteration.
+    """
+
+    grad_scale: Tensor
+    found_inf: Tensor
+
+    def __init__(self, groups: list[Group], lr: float) -> None:
+        """Each group has `params`, `momentum` (μ) and `weight_decay`."""
+        # `fused`: loading a checkpoint then keeps step counts on the device
+        super().__init__(groups, {"lr": lr, "fused": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]  # no loss is returned
+        """Take a step with the gradients in place. There is no `closure`."""
+        take = self.found_inf == 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] += take.to(state["step"].dtype)
+                self._step_parameter(p, state["exp_avg"], group, take)
+
+    def _step_parameter(self, p: Tensor, mean: Tensor, group: Group, take: Tensor) -> None:
+        """Change a parameter and its running mean of gradients, if `take`, () bool."""
+        assert p.grad is not None
+        lr, momentum = group["lr"], group["momentum"]
+        weight = local_part(p)
+        old_mean = local_part(mean)
+        gradient = local_part(p.grad) / self.grad_scale
+        new_mean = old_mean.lerp(gradient, 1 - momentum)
+        direction = _orthogonalize_sharded(gradient.lerp(new_mean, momentum), p)
+        step_size = lr * 0.2 * max(p.shape[-2:]) ** 0.5
+        new_weight = weight * (1 - lr * group["weight_decay"]) - step_size * direction
+        old_mean.copy_(torch.where(take, new_mean, old_mean))
+        weight.copy_(torch.where(take, new_weight, weight))
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """For each matrix U S Vᵀ of x (..., A, B) about U Vᵀ: its singular values become 0.7 to 1.2.
-
-    In x's type.
+    """About U Vᵀ for each matrix U S Vᵀ of x (..., A, B): singular values become 0.7 to 1.2.
 
     Newton-Schulz steps of the quintic a s + b s³ + c s⁵ on the singular values s, all matrices in
     one batch.
 
     Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
     """
-    a, b, c = COEFFICIENTS
-    wide = x if x.shape[-2] <= x.shape[-1] else x.mT
+    a, b, c = NEWTON_SCHULZ
+    is_wide = x.shape[-2] <= x.shape[-1]
+    wide = x if is_wide else x.mT
     wide = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_min(1e-7)
-    for _ in range(STEPS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = wide @ wide.mT
         wide = a * wide + (b * gram + c * gram @ gram) @ wide
-    return wide if x.shape[-2] <= x.shape[-1] else wide.mT
-
-
-def is_for_muon(name: str, dim: int) -> bool:
-    """Whether Muon takes the model's parameter of that name: the blocks' matrices, but routers.
-
-    Embeddings and the head stay with AdamW, since a token moves one row of them, and routers, since
-    the size of their logits sets the gates: a row for each token or expert is no linear map whose
-    singular values should be alike.
-    """
-    return dim >= 2 and name.startswith("blocks.") and ".router." not in name
-
-
-class Muon(AdamW):
-    """Muon on groups that have a `momentum`, fused AdamW on the others.
-
-    The gradient g of a matrix W (..., A, B) moves its running mean m to μ m + (1 - μ) g, and W by
-    -lr times decay · W + 0.2 √max(A, B) · orthogonalize(μ m + (1 - μ) g). That factor gives the
-    step the root mean square of AdamW's, so that both take one learning rate and one decay (arXiv
-    2502.16982). Leading dimensions, the experts', are matrices by themselves. As for fused AdamW,
-    gradients are divided by `grad_scale`, and nothing moves where `found_inf` is 1: the step is
-    decided on the device, which torch.optim.Muon cannot do. The iteration runs in bfloat16 on CUDA,
-    as its authors', and in float32 on a CPU.
-
-    Under FSDP2 experts lie whole on a rank, which takes its own; other matrices are gathered for
-    the iteration.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]  # no loss is returned
-        """Take a step with the gradients in place. There is no `closure`."""
-        take_fused_step(self, [group for group in self.param_groups if "momentum" not in group])
-        take = self.found_inf == 0
-        for group in self.param_groups:
-            for p in group["params"] if "momentum" in group else ():
-                state = self.state[p]
-                state["step"] += take.to(state["step"].dtype)
-                self._move(p, state["exp_avg"], group, take)
-
-    def _move(self, p: Tensor, mean: Tensor, group: dict[str, Any], take: Tensor) -> None:
-        """Move a parameter and its running mean of gradients, if `take`, () bool."""
-        assert p.grad is not None
-        lr, momentum = group["lr"], group["momentum"]
-        gradient, weight, before = (local_part(part) for part in (p.grad, p, mean))
-        gradient = gradient / self.grad_scale
-        after = before.lerp(gradient, 1 - momentum)
-        direction = _orthogonalize_sharded(gradient.lerp(after, momentum), p)
-        moved = (
-            weight * (1 - lr * group["weight_decay"])
-            - lr * 0.2 * max(p.shape[-2:]) ** 0.5 * direction
-        )
-        before.copy_(torch.where(take, after, before))
-        weight.copy_(torch.where(take, moved, weight))
+    return wide if is_wide else wide.mT
 
 
 def _orthogonalize_sharded(x: Tensor, p: Tensor) -> Tensor:
-    """`orthogonalize` of x, this rank's part of a tensor that is sharded like p along its first dimension."""
+    """`orthogonalize` of x, this rank's shard of a tensor that is sharded like p."""
     dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
     if x.dim() > 2 or not isinstance(p, DTensor):
         return orthogonalize(x.to(dtype)).to(x.dtype)
-    mesh, replicated = p.device_mesh, [Replicate()] * p.device_mesh.ndim
+    mesh = p.device_mesh
+    replicated = [Replicate()] * mesh.ndim
     sharded = DTensor.from_local(
         x, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
     )
     full = orthogonalize(sharded.full_tensor().to(dtype)).to(x.dtype)
-    return (
-        DTensor.from_local(full, mesh, replicated, run_check=False)
-        .redistribute(placements=p.placements)
-        .to_local()
-    )
+    result = DTensor.from_local(full, mesh, replicated, run_check=False)
+    return result.redistribute(placements=p.placements).to_local()

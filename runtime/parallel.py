@@ -1,17 +1,18 @@
 """Distribute a model over ranks: DDP replicates it, FSDP2 shards every tensor.
 
-Both average gradients in fp32.
+Both average gradients in fp32 by default (train.reduce_dtype).
 
-ZeRO-2 (arXiv 1910.02054) is FSDP2 that gathers its weights once a step and keeps them for the
-backward pass; HSDP does so, too, where a step is one micro-batch.
+ZeRO-2 (arXiv 1910.02054) is FSDP2 with reshard_after_forward=False. HSDP uses it when a step has
+one micro-batch.
 """
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,15 +24,41 @@ from common.text import first_line
 from model import GPT, MoE
 from runtime.distributed import Ranks, gather, print_once
 
+DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
 # Rank 0's buffers must not overwrite the others' in every forward pass; torch 2.13 renamed the
-# option that does it.
-_NAMES = inspect.signature(DistributedDataParallel).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
-DDP_OPTIONS: dict[str, Any] = {_SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
+# option.
+if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+    DDP_OPTIONS["forward_sync_buffers"] = False
+else:
+    DDP_OPTIONS["broadcast_buffers"] = False
+
+
+class Compute(NamedTuple):
+    """What a rank computes on, and how."""
+
+    device: torch.device
+    dtype: torch.dtype  # the type that autocast computes in
+    parallel: str  # "ddp", "zero2", "fsdp" or "hsdp"
+    checkpointing: bool  # activations are computed again in the backward pass
+
+    def autocast(self) -> torch.autocast:
+        """A new autocast context; disabled for float32."""
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype, enabled=enabled)
+
+    @property
+    def sharded(self) -> bool:
+        """True if each rank holds a part of every tensor between steps."""
+        return self.parallel != "ddp"
+
+    @property
+    def shares_casts(self) -> bool:
+        """True if a step's passes share one cast of all experts' weights."""
+        return not self.sharded and not self.checkpointing
 
 
 def holds_weights(parallel: str, accumulates: bool) -> bool:
-    """Whether a sharded model keeps all weights gathered from a forward pass to its backward pass."""
+    """True if a sharded model keeps all weights gathered until the backward pass."""
     return parallel == "zero2" or (parallel == "hsdp" and not accumulates)
 
 
@@ -44,12 +71,17 @@ def distribute(
     accumulates: bool = True,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Move `model` to the device, shard or wrap it, all in place, and return the module to call instead.
+    """Move `model` to the device, shard or wrap it in place; returns the module to call instead.
 
-    Under "ddp" it is wrapped if there are several ranks; "zero2" and "fsdp" shard it over all
-    ranks, "hsdp" over those of a node, with a replica on each. Autocast computes in `dtype`; with
-    `compile` each block is compiled. A step `accumulates` several micro-batches or not; gradients
-    are summed over ranks in `reduce_dtype`.
+    Args:
+        model: equal on all ranks.
+        parallel: "ddp" wraps it if there are several ranks; "zero2" and "fsdp" shard it over all
+            ranks, "hsdp" over the ranks of a node, with a replica on each node.
+        ranks: this rank and the others.
+        dtype: the type that autocast computes in.
+        compile: compile each block.
+        accumulates: a step has several micro-batches.
+        reduce_dtype: the type that gradients are summed in over ranks.
     """
     if compile:
         compile_blocks(model)
@@ -61,25 +93,31 @@ def distribute(
         return model
     runner = DistributedDataParallel(model, **DDP_OPTIONS)
     if reduce_dtype == torch.bfloat16:
-        # By its own name DDP refuses the hook with gloo, which can sum bfloat16, too.
-        runner.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
+        runner.register_comm_hook(None, _reduce_in_bfloat16)
     return runner
+
+
+def _reduce_in_bfloat16(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """Call torch's hook, which DDP refuses by its own name with gloo; gloo can sum bfloat16."""
+    return bf16_compress_hook(group, bucket)
 
 
 def compile_blocks(model: GPT) -> None:
     """torch.compile each block in place.
 
-    All blocks but the first share one graph, so depth does not slow compiling. DDP and FSDP2 still
-    receive gradients block by block. So dynamo need not cut graphs at DDP's buckets, which versions
-    of torch before 2.13 may refuse where there is an autograd.Function or activation checkpointing
-    in them.
+    All blocks except the first share one graph, so depth does not slow compiling. DDP and FSDP2
+    still receive gradients block by block. So dynamo need not cut graphs at DDP's buckets, which
+    versions of torch before 2.13 may refuse if there is an autograd.Function or activation
+    checkpointing in them.
     """
     model.compiled = True
     torch._dynamo.config.optimize_ddp = False
-    # As in eager mode. By default a graph's backward pass is traced under autocast: routers' would
-    # round to half.
+    # By default a graph's backward pass is traced under autocast, which would round the routers'
+    # backward pass to half precision. Eager mode does not.
     torch._functorch.config.backward_pass_autocast = "off"
-    # Past the default of 8 dynamo leaves blocks eager. Two kinds of blocks, with gradients and
+    # Beyond the default of 8 dynamo leaves blocks eager. Two kinds of blocks, with gradients and
     # without, under `cast_once` or not, and the last, smaller batch of an evaluation need more.
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     for block in model.blocks:
@@ -89,29 +127,35 @@ def compile_blocks(model: GPT) -> None:
 def try_compiling(
     model: GPT, shape: tuple[int, int], autocast: torch.autocast, ranks: Ranks
 ) -> bool:
-    """Whether blocks compile on every rank; one warning is printed if not. Every rank must call it.
+    """Compile a copy of each kind of block; returns False, with a warning, if that fails anywhere.
 
-    A copy of each kind of block runs forward, backward and without gradients, before the model is
-    distributed: no collective waits then for a rank that failed, and the model, its gradients and
-    random numbers stay as they are. `shape` is (B, T), that of a micro-batch.
+    Every rank must call it. The copies run forward, backward and without gradients, before the
+    model is distributed: no collective waits then for a rank that failed, and the model, its
+    gradients and random numbers stay as they are.
+
+    Args:
+        model: the model, on any device.
+        shape: (B, T) of a micro-batch.
+        autocast: the context that the model runs in.
+        ranks: this rank and the others.
     """
     problem = ""
     kinds = {repr(block.mlp): block for block in model.blocks}
+    device = ranks.device
     try:
-        with torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for block in kinds.values():
-                trial = copy.deepcopy(block).to(ranks.device)
+                trial = copy.deepcopy(block).to(device)
                 trial.compile()
-                x = torch.zeros(
-                    *shape, model.config.n_embd, device=ranks.device, requires_grad=True
-                )
+                inputs = torch.zeros(*shape, model.config.n_embd, device=device, requires_grad=True)
+                idx = torch.zeros(shape, dtype=torch.int64, device=device)
                 with autocast:
-                    idx = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
                     documents = model.find_documents(idx, True)
-                    y = trial(*trial(x, None, idx, None, documents)[:2], idx, None, documents)[1]
+                    x, y, _ = trial(inputs, None, idx, None, documents)
+                    _, y, _ = trial(x, y, idx, None, documents)  # as a later block
                     y.float().sum().backward()
                 with torch.no_grad(), autocast:
-                    trial.eval()(x, None, idx, None, documents)
+                    trial.eval()(inputs, None, idx, None, documents)
     except Exception as error:  # whatever dynamo, inductor, Triton or a C compiler raise
         problem = f"{type(error).__name__}: {first_line(error)}"
     failed = [(rank, text) for rank, text in enumerate(gather(problem, ranks.control)) if text]
@@ -119,7 +163,8 @@ def try_compiling(
         torch._dynamo.reset()
         rank, problem = failed[0]
         print_once(
-            f"warning: train.compile = auto: compiling failed on rank {rank}, so nothing is compiled: {problem}"
+            f"warning: train.compile = auto: compiling failed on rank {rank}, so nothing is "
+            f"compiled: {problem}"
         )
     return not failed
 
@@ -135,48 +180,51 @@ def _shard(
     """Shard every parameter along its first dimension, which for experts' weights is the expert.
 
     Each block is a group, its experts or MLP another, shared experts a third. Experts and MLPs are
-    gathered in `dtype`, to which autocast would cast them anyway; the rest in fp32, so that router,
-    norms and residual stream compute as under DDP. With `hold` no forward pass frees what it
-    gathered.
+    gathered in `dtype`, to which autocast would cast them anyway; other parameters in fp32, so that
+    router, norms and residual stream compute as under DDP. With `hold` forward passes keep the
+    gathered weights.
     """
-    shape, names = (ranks.world_size,), ("shard",)
+    device = ranks.device.type
     if parallel == "hsdp":
-        shape, names = (
-            (ranks.world_size // ranks.local_size, ranks.local_size),
-            ("replicate", "shard"),
-        )
-    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+        shape = (ranks.world_size // ranks.local_size, ranks.local_size)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device, (ranks.world_size,), mesh_dim_names=("shard",))
     fp32 = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    cast = MixedPrecisionPolicy(
+    half = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    free = False if hold else None  # None: all but the root, which is needed again at once
+    # None: all groups free their weights except the root, which the backward pass needs first
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": False if hold else None}
     for block in model.blocks:
         mlp = block.get_submodule("mlp")
-        parts = [mlp.experts, mlp.shared] if isinstance(mlp, MoE) else [mlp]
-        for part in parts:
-            if part is not None:
-                fully_shard(part, mesh=mesh, mp_policy=cast, reshard_after_forward=free)
-        fully_shard(block, mesh=mesh, mp_policy=fp32, reshard_after_forward=free)
-    fully_shard(model, mesh=mesh, mp_policy=fp32, reshard_after_forward=free)
+        if isinstance(mlp, MoE):
+            fully_shard(mlp.experts, mp_policy=half, **options)
+            if mlp.shared is not None:
+                fully_shard(mlp.shared, mp_policy=half, **options)
+        else:
+            fully_shard(mlp, mp_policy=half, **options)
+        fully_shard(block, mp_policy=fp32, **options)
+    fully_shard(model, mp_policy=fp32, **options)
 
 
 def warm_up_ddp_buckets(runner: nn.Module, x: Tensor) -> None:
-    """Run a backward pass of zeros through DDP; `x` (B, T) int64 is shaped like training inputs.
+    """Run a backward pass of zeros through DDP; `x` (B, T) int64 has the shape of training inputs.
 
     DDP reorders its buckets after its first backward pass, and a sum over three ranks or more is
     rounded differently at another place in a bucket. Without this a resumed run's first step would
     differ from an uninterrupted run's.
     """
     if isinstance(runner, DistributedDataParallel):
-        (runner(x, x)[1] * 0).backward()
+        loss = runner(x, x).loss
+        (loss * 0).backward()
 
 
 def set_gradient_sync(runner: nn.Module, parallel: str, last: bool) -> None:
-    """Set whether the next backward pass is the step's `last`: only then DDP averages gradients over ranks.
+    """Prepare a backward pass: only in the `last` of a step DDP averages gradients over ranks.
 
     FSDP2 averages in every pass, since no rank has room for the full gradients. ZeRO-2 frees its
-    weights in the last.
+    weights in the last one.
     """
     if isinstance(runner, DistributedDataParallel):
         runner.require_backward_grad_sync = last
@@ -197,10 +245,10 @@ def gather_model(model: GPT) -> GPT:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, in the same memory; any other tensor as it is."""
+    """This rank's shard of a sharded tensor, in the same memory; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full value of a sharded tensor, which every rank must call; any other tensor as it is."""
+    """The full value of a sharded tensor; any other tensor unchanged. Every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,31 +1,171 @@
-"""Everything that can be wrong with a run, checked before a process group, a GPU or a file is touched."""
+"""Check all that can be wrong with a run, before a process group, GPU or file is touched."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec as find_package
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 import configure
 from configure import Config
-from data.bins import open_tokens
-from data.loader import Loader, choose_validation
+from data.bins import Meta, open_tokens
+from data.loader import Loader, Validation, choose_validation
 from data.mixture import check_documents, check_sets, identify
-from model import parameter_shapes
+from model import GPT, parameter_shapes
 from router import find_spec
 from runtime import RunError, distributed, memory
-from runtime.branch import check_length, find_branch
+from runtime.branch import Branch, check_length, find_branch
 from runtime.folder import RunFolder, path_of, replace
 
 ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores
 OpenTasks = Callable[[Config], ScoreTasks]  # its constructor
 
-if TYPE_CHECKING:
-    from hf.init_from import Weights
+
+class InitialWeights(Protocol):
+    """Weights read from a folder and checked, ready for the run's model."""
+
+    def load_into(self, model: GPT, ranks: distributed.Ranks) -> None:
+        """Move the weights into `model`."""
+
+    def match_gates(
+        self,
+        model: GPT,
+        config: Config,
+        batches: Iterator[tuple[Tensor, Tensor]],
+        autocast: torch.autocast,
+        ranks: distributed.Ranks,
+    ) -> None:
+        """Scale the gates of new routers to those of the routers that they replace."""
+
+
+ReadWeights = Callable[[Config], InitialWeights]  # hf.init_from.read_initial_weights
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run before it starts. None of it has been written anywhere.
+
+    Attributes:
+        config: the settings, with what a resume keeps and with train.dtype resolved.
+        run: the folder of the run.
+        changes: lines `key: old -> new` against the run that is resumed; all are allowed.
+        last_step: step of the newest checkpoint; 0 if there is none.
+        branch: the trunk and the step of train.branch_from; None once there is a checkpoint.
+        loader: training windows.
+        validation: validation windows.
+        identity: sha256 of data and tokenizer; a checkpoint must have the same.
+        document_token: id that starts a document, with data.document_mask.
+        device: where this rank computes.
+        dtype: the type that autocast computes in.
+        parallel: "ddp", "zero2", "fsdp" or "hsdp".
+        memory: estimated bytes on each rank.
+        accumulation: micro-batches of one rank in a step.
+        tokens_per_step: tokens of a step over all ranks.
+        tasks: scores the model on eval.tasks; None without such tasks.
+        initial_weights: weights of train.init_from; None once there is a checkpoint.
+        evaluated_steps: steps whose validation loss is in metrics.jsonl.
+    """
+
+    config: Config
+    run: RunFolder
+    changes: list[str]
+    last_step: int
+    branch: Branch | None
+    loader: Loader
+    validation: Validation
+    identity: dict[str, str]
+    document_token: int | None
+    device: torch.device
+    dtype: torch.dtype
+    parallel: str
+    memory: memory.Memory
+    accumulation: int
+    tokens_per_step: int
+    tasks: ScoreTasks | None
+    initial_weights: InitialWeights | None
+    evaluated_steps: set[int]
+
+
+def plan_run(
+    config: Config,
+    open_tasks: OpenTasks | None = None,
+    read_weights: ReadWeights | None = None,
+) -> Plan:
+    """Read, check and plan, without changing anything on disk or on a device.
+
+    Args:
+        config: the run's settings.
+        open_tasks: `eval.in_loop.TaskScores`; only eval.tasks needs it.
+        read_weights: `hf.init_from.read_initial_weights`; only train.init_from needs it.
+
+    Raises:
+        RunError: the run's folder, device, ranks, initial weights, tasks or packages do not fit its
+            settings.
+        DataError: a data set is missing, damaged, too small, or does not fit model.vocab_size or
+            its mixture.
+    """
+    check_settings(config)
+    run = RunFolder(path_of(config))
+    config = keep_recorded_settings(run, config)
+    changes = run.find_changes(config)
+    last_step = run.last_step
+    check_length(run, config)
+    branch = find_branch(config) if last_step == 0 else None
+
+    metas = check_sets(config.data.folders, config.model.vocab_size)
+    if config.data.document_mask:
+        check_documents(config.data.folders, metas)
+    loader, validation = open_windows(config)
+
+    device = distributed.pick_device(config.train.device)
+    dtype_name = config.train.dtype
+    if branch and dtype_name == "auto":
+        dtype_name = branch.dtype
+    dtype = distributed.pick_dtype(dtype_name, device, config.model.router)
+    config = replace(config, "train", dtype=str(dtype).removeprefix("torch."))  # a resume keeps it
+
+    world_size = distributed.world_size()
+    parallel, estimate = memory.choose_parallelism(
+        config, parameter_shapes(config.model), world_size, distributed.local_size(), device
+    )
+
+    tasks = None
+    if config.eval.task_names:
+        assert open_tasks, "train(…, open_tasks=eval.in_loop.TaskScores) is needed with eval.tasks"
+        tasks = open_tasks(config)
+    initial_weights = None
+    if config.train.init_from and last_step == 0 and branch is None:
+        assert read_weights, "train(…, read_weights=…) is needed with train.init_from"
+        initial_weights = read_weights(config)
+
+    logged_run = branch.trunk if branch else run
+    batch_size = config.train.batch_size
+    return Plan(
+        config=config,
+        run=run,
+        changes=changes,
+        last_step=last_step,
+        branch=branch,
+        loader=loader,
+        validation=validation,
+        identity=identify(metas, list(config.data.sets.values())),
+        document_token=find_document_token(config, metas[0]),
+        device=device,
+        dtype=dtype,
+        parallel=parallel,
+        memory=estimate,
+        accumulation=batch_size // (config.train.micro_batch_size * world_size),
+        tokens_per_step=batch_size * config.model.block_size,
+        tasks=tasks,
+        initial_weights=initial_weights,
+        evaluated_steps=set(logged_run.read_val_losses()),
+    )
 
 
 def check_settings(config: Config) -> None:
-    """Raise RunError for settings that need a package or another formula of the router.
+    """Raise RunError for a package that is not installed, or an unknown router.
 
     Prints a warning if the router cannot learn.
     """
@@ -45,112 +185,30 @@ def check_settings(config: Config) -> None:
         )
 
 
-class Plan:
-    """What can be known of a run before it begins. Nothing of it has been written anywhere."""
+def keep_recorded_settings(run: RunFolder, config: Config) -> Config:
+    """`RunFolder.keep_recorded`; prints each default that is another one since the run started."""
+    kept = run.keep_recorded(config)
+    for line in configure.differences(config, kept):
+        key = line.split(":")[0]
+        if "before" in configure.KEYS[key]:
+            distributed.print_once(f"{run}: {line}, as this run began; --fresh begins another run")
+    return kept
 
-    def __init__(self, config: Config, open_tasks: OpenTasks | None = None) -> None:
-        """Read, check and plan, without changing anything on disk or on a device. eval.tasks needs `open_tasks`.
 
-        Raises:
-            RunError: the run's folder, device, ranks, other weights, tasks or packages do not fit
-                its settings.
-            DataError: a data set is missing, damaged, too small, or does not fit model.vocab_size
-                or its mixture.
-        """
-        check_settings(config)
-        self.run = RunFolder(path_of(config))
-        kept = self.run.keep_recorded(config)
-        for line in configure.differences(config, kept):
-            # a default that is another one since the run began
-            if "before" in configure.KEYS[line.split(":")[0]]:
-                distributed.print_once(
-                    f"{self.run}: {line}, as this run began; --fresh begins another run"
-                )
-        config = kept
-        # `key: old -> new` against the run that is resumed, all allowed
-        self.changes = self.run.find_changes(config)
-        self.last_step = self.run.last_step  # of the newest checkpoint; 0 if there is none
-        check_length(self.run, config)
-        # train.branch_from; None once there is a checkpoint
-        self.branch = None if self.last_step else find_branch(config)
+def open_windows(config: Config) -> tuple[Loader, Validation]:
+    """Open the data sets: the windows to train on, and those to validate on."""
+    folders = config.data.folders
+    weights = list(config.data.sets.values())
+    block_size = config.model.block_size
+    train_tokens = [open_tokens(folder, "train") for folder in folders]
+    val_tokens = [open_tokens(folder, "val") for folder in folders]
+    loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed, weights)
+    validation = choose_validation(
+        val_tokens, block_size, config.eval.windows, config.eval.spread, weights
+    )
+    return loader, validation
 
-        folders, weights, block_size = (
-            config.data.folders,
-            [*config.data.sets.values()],
-            config.model.block_size,
-        )
-        metas = check_sets(folders, config.model.vocab_size)
-        if config.data.document_mask:
-            check_documents(folders, metas)
-        train_tokens, val_tokens = (
-            [open_tokens(folder, split) for folder in folders] for split in ("train", "val")
-        )
-        self.loader = Loader(
-            train_tokens, block_size, config.train.batch_size, config.run.seed, weights
-        )
-        self.validation = choose_validation(
-            val_tokens, block_size, config.eval.windows, config.eval.spread, weights
-        )
-        # sha256 of data and tokenizer; a checkpoint must have the same
-        self.identity = identify(metas, weights)
-        # The id that begins a document, with data.document_mask
-        self.document_token = metas[0].tokenizer["eot"] if config.data.document_mask else None
 
-        self.device = distributed.pick_device(config.train.device)
-        name = (
-            self.branch.dtype
-            if self.branch and config.train.dtype == "auto"
-            else config.train.dtype
-        )
-        # autocast computes in it
-        self.dtype = distributed.pick_dtype(name, self.device, config.model.router)
-        # a resume keeps it
-        self.config = replace(config, "train", dtype=str(self.dtype).removeprefix("torch."))
-        sizes, shapes = (
-            (distributed.world_size(), distributed.local_size()),
-            parameter_shapes(config.model),
-        )
-        # "ddp", "zero2", "fsdp" or "hsdp", and estimated bytes on each rank
-        self.parallel, self.memory = memory.choose_parallelism(
-            self.config, shapes, *sizes, self.device
-        )
-        # each rank holds a part of every tensor between steps
-        self.sharded = self.parallel != "ddp"
-        train = config.train
-        # micro-batches of a rank's step
-        self.accumulation = train.batch_size // (train.micro_batch_size * sizes[0])
-        self.tokens_per_step = train.batch_size * block_size  # over all ranks
-        self.tasks: ScoreTasks | None = None  # eval.tasks
-        if config.eval.task_names:
-            assert open_tasks, (
-                "train(…, open_tasks=eval.in_loop.TaskScores) is needed with eval.tasks"
-            )
-            self.tasks = open_tasks(self.config)
-        # train.init_from; None once there is a checkpoint
-        self.initial_weights: Weights | None = None
-        if config.train.init_from and not (self.last_step or self.branch):
-            from hf.init_from import read_initial_weights  # the only use of the package hf here
-
-            self.initial_weights = read_initial_weights(self.config)
-        # {step: nats per token} in metrics.jsonl
-        self.val_losses = (self.branch.trunk if self.branch else self.run).read_val_losses()
-
-    @property
-    def autocast(self) -> torch.autocast:
-        """A new autocast context in `dtype`; disabled for float32."""
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-    @property
-    def shares_casts(self) -> bool:
-        """Whether a step's passes share one cast of all experts' weights, which checkpointing keeps of a block only."""
-        return not self.sharded and not self.config.train.activation_checkpointing
-
-    def check_identity(self, step: int, metadata: dict) -> None:
-        """Raises RunError if the checkpoint of `step`, with this `metadata`, is of other data than `identity`."""
-        for what, now in self.identity.items():
-            if (then := metadata.get(what, "unknown")) != now:
-                raise RunError(
-                    f"{self.run}: the {what} has changed since step {step}: sha256 {then} then, {now} now. Restore "
-                    f"what the run started with (data.name, data.mix, data.dir), or start over in a new folder "
-                    f"(--fresh)"
-                )
+def find_document_token(config: Config, meta: Meta) -> int | None:
+    """The id that starts a document, with data.document_mask; else None."""
+    return meta.tokenizer["eot"] if config.data.document_mask else None

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM (of a scheduler), SIGUSR1 (Slurm), SIGINT (Ctrl-C), SIGHUP (the terminal was closed)."""
+"""Requests to stop: SIGTERM (scheduler), SIGUSR1 (Slurm), SIGINT (Ctrl-C), SIGHUP (terminal)."""
 
 import ctypes
 import errno
@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class _Terminal(io.FileIO):
-    """A terminal that may be closed: what is written between its end and the signal that tells of it is dropped."""
+    """Output that ignores EIO: a terminal may be closed before its signal SIGHUP arrives."""
 
     def write(self, data: Any) -> int:
         try:
@@ -27,30 +27,27 @@ class _Terminal(io.FileIO):
 
 
 class Stop:
-    """`asked` becomes True when this process is asked to stop, which takes `listen`."""
+    """`asked` becomes True when this process is asked to stop, once `listen` was called."""
 
     def __init__(self) -> None:
         self.asked = False
-        self.terminals: list[int] = []  # output that is lost at SIGHUP
+        self.terminals: list[int] = []  # descriptors of output that is lost at SIGHUP
 
     def listen(self) -> Self:
-        """From now on signals set `asked` instead of ending the process.
+        """Make signals set `asked` instead of ending the process.
 
         A second Ctrl-C is a KeyboardInterrupt.
         """
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._note)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(signal.SIGHUP, self._note)
-            self.terminals = [number for number in (1, 2) if os.isatty(number)]
-            for name, number in ("stdout", 1), ("stderr", 2):
-                if number in self.terminals:
-                    buffer = io.BufferedWriter(_Terminal(number, "w", closefd=False))
-                    setattr(
-                        sys,
-                        name,
-                        io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True),
-                    )
+            if os.isatty(1):
+                sys.stdout = _open_terminal(1)
+                self.terminals.append(1)
+            if os.isatty(2):
+                sys.stderr = _open_terminal(2)
+                self.terminals.append(2)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may be killed
             end_with_parent(os.getppid())
         return self
@@ -61,12 +58,17 @@ class Stop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if number == signal.SIGHUP:
             null = os.open(os.devnull, os.O_WRONLY)
-            for terminal in self.terminals:  # writing there would fail, before the save
+            for terminal in self.terminals:  # writing to them would fail, before the save
                 os.dup2(null, terminal)
 
 
+def _open_terminal(descriptor: int) -> io.TextIOWrapper:
+    buffer = io.BufferedWriter(_Terminal(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True)
+
+
 def end_with_parent(parent: int) -> None:
-    """Have Linux send this process SIGTERM when its `parent` dies, however it does: train.py then saves and ends."""
+    """Have Linux send SIGTERM when `parent` dies for any reason; train.py then saves and ends."""
     with suppress(OSError, AttributeError):  # no Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before

@@ -1,8 +1,11 @@
 """The training state: what a step changes and a checkpoint holds."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,120 +13,61 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from balance import MARGIN_BINS, solve_selection_bias, update_selection_bias
-from configure.schema import Optim
-from kernels import choose_backend
-from model import GPT, MoE
-from runtime import checkpoint, distributed
+from configure.schema import Train
+from model import GPT, MoE, Output
+from runtime import RunError, checkpoint, distributed
+from runtime.batches import RankBatches
 from runtime.distributed import Ranks
-from runtime.optimizers import AdamW, Muon, is_for_muon
-from runtime.parallel import distribute, full_tensor, local_part, try_compiling, warm_up_ddp_buckets
+from runtime.optimizers import Optimizers, build_optimizer, choose_copy_dtype, measure_signal
+from runtime.parallel import (
+    Compute,
+    distribute,
+    full_tensor,
+    local_part,
+    try_compiling,
+    warm_up_ddp_buckets,
+)
 from runtime.preflight import Plan
 from runtime.statistics import Statistics, join
 from runtime.updates import Updates
 
 
-def build_optimizer(model: nn.Module, optim: Optim) -> AdamW:
-    """AdamW or Muon with its moments allocated; weight decay on matrices only, not on LayerNorms, biases and γ.
-
-    `Updates` reads a group's `lr_ratio`: optim.router_lr_ratio for routers (W, b, γ),
-    optim.expert_out_lr_ratio for the routed experts' w_out.
-    """
-    groups: dict[tuple, dict[str, Any]] = {}
-    for name, p in model.named_parameters():
-        group = {"lr_ratio": 1.0, "weight_decay": optim.weight_decay if p.dim() >= 2 else 0.0}
-        if ".router." in name:
-            group["lr_ratio"] = optim.router_lr_ratio
-        elif name.endswith("experts.w_out"):
-            group["lr_ratio"] = optim.expert_out_lr_ratio
-        if optim.name == "muon" and is_for_muon(name, p.dim()):
-            group["momentum"] = optim.momentum
-        if p.requires_grad:
-            groups.setdefault((*group.items(), p.dim() >= 2), {**group, "params": []})[
-                "params"
-            ].append(p)
-    kind = Muon if optim.name == "muon" else AdamW
-    optimizer = kind(
-        [*groups.values()], lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
-    )
-    # now, not in the first step: float16 may skip it, and a checkpoint holds them
-    for group in optimizer.param_groups:
-        names = ("exp_avg",) if "momentum" in group else ("exp_avg", "exp_avg_sq")
-        for p in group["params"]:
-            moments = {name: torch.zeros_like(p) for name in names}
-            optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
-    return optimizer
-
-
-def keep_copies(model: GPT, optimizer: AdamW, device: torch.device, dtype: torch.dtype) -> None:
-    """Have AdamW leave copies of experts' weights in half precision, `dtype`, if a Triton kernel multiplies these."""
-    by_triton = choose_backend(model.config.backend, device, dtype) == "triton"
-    if by_triton and dtype != torch.float32 and not isinstance(optimizer, Muon):
-        optimizer.keep_copies(
-            [p for name, p in model.named_parameters() if ".experts." in name], dtype
-        )
-
-
-def measure_signal(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Tensor:
-    """The part of the squared gradients of `parameters` that is alike from step to step, by AdamW's moments.
-
-    Σ m̂² / Σ v̂ is 1 for constant gradients and (1 − β1) / (1 + β1) for independent ones of mean 0,
-    after some tens of steps; the part is 1 and 0 there, and linear between. Signal to noise is part
-    / (1 − part). Returns () fp32.
-    """
-    group = next(
-        group
-        for group in optimizer.param_groups
-        if any(parameters[0] is p for p in group["params"])
-    )
-    beta1, beta2 = group["betas"]
-    floor, states = (1 - beta1) / (1 + beta1), [optimizer.state[p] for p in parameters]
-    step = states[0]["step"].to(parameters[0].device)
-    first = (
-        sum(full_tensor(state["exp_avg"].square().sum()) for state in states)
-        / (1 - beta1**step) ** 2
-    )
-    second = sum(full_tensor(state["exp_avg_sq"].sum()) for state in states) / (1 - beta2**step)
-    return (first / second - floor) / (1 - floor)
-
-
 class WeightAverage:
-    """The running mean of weights (train.ema_decay): decay · mean + (1 - decay) · weights after each step taken.
+    """The running mean of weights (train.ema_decay).
 
-    Of parameters and buffers, from the initial ones on, in fp32 on their device; under FSDP2 each
-    rank holds the mean of its own part. The tables of hash layers are constants.
+    A step that is taken makes it decay · mean + (1 - decay) · weights. It has parameters and
+    buffers, starts with the initial ones, and is in fp32 on their device. Under FSDP2 each rank
+    holds the mean of its own shards. Tables of hash layers are constants.
 
     Attributes:
         tensors: {name in model.state_dict(): mean}; a checkpoint holds them.
     """
 
     def __init__(self, model: GPT, decay: float) -> None:
-        """Begin with the weights that `model`, on its device and sharded, has now."""
-        self.model, self.decay = model, decay
+        """Start with the weights that `model`, on its device and sharded, has now."""
+        self.model = model
+        self.decay = decay
         # An optimizer step changes these in place. Under FSDP2 they are the sharded parameters only
         # outside of passes.
-        self.weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.weights = dict(model.named_parameters()) | dict(model.named_buffers())
         self.tensors = {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of each mean, and of its weight."""
+        """Yield this rank's shard of each mean, and of its weight."""
         for name, mean in self.tensors.items():
             if mean.is_floating_point():
                 yield local_part(mean), local_part(self.weights[name].detach())
 
     @torch.no_grad()
     def update(self, taken: Tensor) -> None:
-        """Move the mean towards the weights after a step, if it was `taken`, () bool on the device."""
-        # a tensor: the host does not wait to know whether it was taken
-        part = (1 - self.decay) * taken.float()
+        """Move the mean towards the weights, if the step was `taken`, () bool on the device."""
+        fraction = (1 - self.decay) * taken.float()  # a tensor, so that the host does not wait
         for mean, weight in self._pairs():
-            mean.lerp_(weight, part)
+            mean.lerp_(weight, fraction)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Within it the model computes with the mean.
-
-        Weights and mean change places, so no third copy is needed.
-        """
+        """Exchange weights and mean in place for this context: the model computes with the mean."""
         self._exchange()
         try:
             yield
@@ -132,97 +76,83 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for part in self.model.modules():
-            if isinstance(part, FSDPModule):
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
                 # the root keeps what it gathered for an evaluation, which would hide the exchange
-                part.reshard()
+                module.reshard()
         for mean, weight in self._pairs():
-            before = weight.clone()
+            old_weight = weight.clone()
             weight.copy_(mean)
-            mean.copy_(before)
+            mean.copy_(old_weight)
 
 
+class SelectionBias:
+    """Moves the routers' selection biases (train.bias_update), except in hash layers.
+
+    Attributes:
+        n_bin: bins of the histograms that a step's statistics need: MARGIN_BINS with "quantile",
+            else 0.
+        moved: (L,) mean distance that the last step moved the biases by; None except with
+            "quantile".
+    """
+
+    def __init__(self, mixtures: list[MoE], train: Train) -> None:
+        self.routers = [mixture.router for mixture in mixtures]
+        self.rate = train.bias_update_rate
+        self.n_bin = MARGIN_BINS if train.bias_update == "quantile" else 0
+        self.moved: Tensor | None = None
+        for mixture in mixtures:
+            mixture.counts_margins = self.n_bin > 0
+
+    @torch.no_grad()
+    def update(self, stats: Statistics, taken: Tensor) -> None:
+        """Move the biases by a step's sums over all ranks, if the step was `taken`, () bool."""
+        if not self.rate and not self.n_bin:
+            return
+        distances = []
+        for router, loads, margins in zip(self.routers, stats.loads, stats.margins, strict=True):
+            bias = router.selection_bias
+            old_bias = bias.clone()
+            if self.rate and router.hash_table is None:
+                update_selection_bias(bias, loads, self.rate * taken)
+            if self.n_bin and router.hash_table is None:
+                solved = solve_selection_bias(bias, margins, router.top_k, router.spec.reach)
+                bias.copy_(torch.where(taken, solved, bias))
+            distances.append((bias - old_bias).abs().mean())
+        if self.n_bin and distances:  # a dense model has none
+            self.moved = torch.stack(distances)
+
+
+@dataclass(eq=False)
 class TrainState(AbstractContextManager["TrainState"]):
     """Model, optimizer, counters and running statistics of one run on one rank.
 
     Attributes:
-        step: optimizer steps done when it was built: that of the checkpoint, or of the branch, or
-            0.
-        metadata: what the checkpoint recorded besides tensors, and the identity of the data.
+        step: optimizer steps done when it was built: the step of the checkpoint or of the branch,
+            or 0.
+        metadata: everything in the checkpoint besides tensors, and the identity of the data.
+        compute: device, type and parallelism.
         model: the GPT on its device, sharded under FSDP2.
-        runner: what to call in its place: DDP around it, or itself.
-        average: the running mean of its weights, if the run keeps one.
+        runner: the module to call in its place: DDP around the model, or the model.
+        mixtures: the model's L layers with experts.
+        optimizer: changes the model's parameters.
+        updates: decides on steps and counts them.
+        selection_bias: moves the routers' selection biases.
+        average: the running mean of the weights, if the run keeps one.
         interval: statistics of the steps since the last line of metrics.
-        n_bin: of the histograms in a step's statistics under train.bias_update = "quantile", else
-            0.
-        bias_moved: (L,) mean distance that the last step moved the selection biases by, under
-            "quantile".
     """
 
-    def __init__(self, plan: Plan, ranks: Ranks) -> None:
-        """Build the model and bring it to the newest intact checkpoint or its trunk's, if any.
-
-        Every rank calls it.
-
-        Raises:
-            RunError: all checkpoints are damaged, or the newest is of other data or does not fit
-                the model.
-        """
-        config, checkpoints = plan.config, plan.run.checkpoints
-        self.step, recorded = checkpoint.latest(checkpoints, ranks)
-        if plan.branch and not self.step:
-            checkpoints, self.step = plan.branch.trunk.checkpoints, plan.branch.step
-            recorded = plan.branch.read_metadata(ranks)
-        if self.step:
-            plan.check_identity(self.step, recorded)
-        # of runs before it was recorded
-        all_threads = torch.get_num_threads() if self.step else None
-        threads = distributed.choose_threads(plan.device, recorded.get("threads", all_threads))
-        self.metadata = recorded | plan.identity | {"threads": threads}
-        if plan.document_token is not None:
-            self.metadata["document_token"] = plan.document_token
-
-        torch.manual_seed(config.run.seed)  # the same weights on every rank
-        self.model = GPT(config.model)
-        self.model.document_token = plan.document_token
-        if plan.initial_weights:
-            plan.initial_weights.load_into(self.model, ranks)
-        for block in self.model.blocks:
-            block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
-        self._bias_update_rate = config.train.bias_update_rate
-        mixtures = [block.mlp for block in self.model.blocks if isinstance(block.mlp, MoE)]
-        self._routers = [mixture.router for mixture in mixtures]
-        self.n_bin = MARGIN_BINS if config.train.bias_update == "quantile" else 0
-        for mixture in mixtures:
-            mixture.counts_margins = self.n_bin > 0
-        self.bias_moved: Tensor | None = None
-        shape = (config.train.micro_batch_size, config.model.block_size)
-        compile = distributed.pick_compile(config.train.compile, plan.device)
-        if compile and config.train.compile == "auto":
-            compile = try_compiling(self.model, shape, plan.autocast, ranks)
-        how = compile, plan.accumulation > 1, getattr(torch, config.train.reduce_dtype)
-        self.runner: nn.Module = distribute(self.model, plan.parallel, ranks, plan.dtype, *how)
-        if plan.initial_weights:
-            plan.initial_weights.match_gates(self.model, plan, ranks)
-        self.optimizer = build_optimizer(self.model, config.optim)
-        if plan.shares_casts:
-            keep_copies(self.model, self.optimizer, plan.device, plan.dtype)
-        self.updates = Updates(self.optimizer, config, plan.dtype == torch.float16, compile)
-        self.average = (
-            WeightAverage(self.model, config.train.ema_decay) if config.train.ema_decay else None
-        )
-        joined = torch.compile(join, fullgraph=True) if compile else join
-        self.interval = Statistics(
-            len(self._routers), config.model.n_expert, ranks.device, join=joined
-        )
-
-        if self.step:
-            checkpoint.load(checkpoints, self.step, self.model, self.optimizer, self.tensors)
-        with plan.autocast:
-            warm_up_ddp_buckets(
-                self.runner, torch.zeros(shape, dtype=torch.int64, device=ranks.device)
-            )
-        self.optimizer.zero_grad(set_to_none=False)
+    step: int
+    metadata: dict[str, Any]
+    compute: Compute
+    model: GPT
+    runner: nn.Module
+    mixtures: list[MoE]
+    optimizer: Optimizers
+    updates: Updates
+    selection_bias: SelectionBias
+    average: WeightAverage | None
+    interval: Statistics
 
     def __exit__(self, *error: object) -> None:
         # Before the process group ends: as its last owner DDP's destructor would wait for gloo's
@@ -231,7 +161,7 @@ class TrainState(AbstractContextManager["TrainState"]):
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """What a checkpoint holds besides weights and AdamW's moments, nested."""
+        """The tensors of a checkpoint besides weights and moments, nested."""
         tensors: dict[str, Any] = {
             "interval": self.interval.vector,
             "updates": self.updates.numbers,
@@ -240,48 +170,171 @@ class TrainState(AbstractContextManager["TrainState"]):
             tensors["ema"] = self.average.tensors
         return tensors
 
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        """Run the model under autocast on x and y (B, T) int64, on its device."""
+        with self.compute.autocast():
+            return self.runner(x, y)
+
+    def cast_experts_once(self) -> AbstractContextManager:
+        """Within this context the passes of a step share one cast of all experts' weights.
+
+        Not with activation checkpointing, which would keep all casts in memory, nor under FSDP2,
+        which gathers them in half precision.
+        """
+        if not self.compute.shares_casts:
+            return nullcontext()
+        return self.model.cast_once(self.compute.dtype, self.optimizer.valid_copies())
+
     def zero_grad(self) -> None:
-        """Forget the gradients; DDP's lie in its buckets and are filled with zeros instead."""
+        """Drop the gradients. DDP's are in its buckets and are filled with zeros instead."""
         self.optimizer.zero_grad(set_to_none=not isinstance(self.runner, DistributedDataParallel))
 
-    @torch.no_grad()
-    def update_selection_bias(self, stats: Statistics, taken: Tensor) -> None:
-        """Move selection biases (train.bias_update), but hash layers', by a step's sums if it was `taken`, () bool."""
-        before = [router.selection_bias.clone() for router in self._routers]
-        for router, loads, margins in zip(self._routers, stats.loads, stats.margins, strict=True):
-            bias = router.selection_bias
-            if self._bias_update_rate and router.hash_table is None:
-                update_selection_bias(bias, loads, self._bias_update_rate * taken)
-            if self.n_bin and router.hash_table is None:
-                solved = solve_selection_bias(bias, margins, router.top_k, router.spec.reach)
-                bias.copy_(torch.where(taken, solved, bias))
-        if self.n_bin and before:
-            pairs = zip(self._routers, before, strict=True)
-            self.bias_moved = torch.stack(
-                [(router.selection_bias - old).abs().mean() for router, old in pairs]
-            )
-
     def describe_routers(self) -> dict[str, Tensor]:
-        """`gamma`, KERN's scales, `bias_moved` and `expert_signal`, (L,) each, if there are any.
+        """`gamma`, `bias_moved` and `expert_signal`, (L,) each, if there are any.
 
         Under FSDP2 all ranks must call it.
         """
-        gammas = [
-            full_tensor(router.gamma.detach())
-            for router in self._routers
-            if router.gamma is not None
-        ]
-        values = {"gamma": torch.cat(gammas)} if gammas else {}
-        if self.bias_moved is not None:
-            values["bias_moved"] = self.bias_moved
-        experts = [
-            [*block.mlp.experts.parameters()]
-            for block in self.model.blocks
-            if isinstance(block.mlp, MoE)
-        ]
-        # not under Muon
-        if experts and all("exp_avg_sq" in self.optimizer.state.get(p, ()) for p in experts[0]):
-            values["expert_signal"] = torch.stack(
-                [measure_signal(self.optimizer, weights) for weights in experts]
-            )
+        values: dict[str, Tensor] = {}
+        gammas = []
+        for mixture in self.mixtures:
+            if mixture.router.gamma is not None:
+                gammas.append(full_tensor(mixture.router.gamma.detach()))
+        if gammas:
+            values["gamma"] = torch.cat(gammas)
+        if self.selection_bias.moved is not None:
+            values["bias_moved"] = self.selection_bias.moved
+        experts = [list(mixture.experts.parameters()) for mixture in self.mixtures]
+        optimizer_state = self.optimizer.state
+        # Muon, which trains experts' matrices, has no exp_avg_sq
+        if experts and all("exp_avg_sq" in optimizer_state.get(p, ()) for p in experts[0]):
+            signals = [measure_signal(self.optimizer, weights) for weights in experts]
+            values["expert_signal"] = torch.stack(signals)
         return values
+
+
+class Start(NamedTuple):
+    """The checkpoint that a run continues from."""
+
+    checkpoints: Path  # folder of the run's own checkpoints, or of its trunk's
+    step: int  # 0: there is none
+    metadata: dict[str, Any]
+
+
+def find_start(plan: Plan, ranks: Ranks) -> Start:
+    """Find the newest intact checkpoint, or the trunk's of a branch.
+
+    Raises:
+        RunError: all checkpoints are damaged, or the newest is of other data.
+    """
+    checkpoints = plan.run.checkpoints
+    step, metadata = checkpoint.latest(checkpoints, ranks)
+    if plan.branch and not step:
+        checkpoints = plan.branch.trunk.checkpoints
+        step = plan.branch.step
+        metadata = plan.branch.read_metadata(ranks)
+    if step:
+        check_identity(plan, step, metadata)
+    return Start(checkpoints, step, metadata)
+
+
+def check_identity(plan: Plan, step: int, metadata: dict[str, Any]) -> None:
+    """Raise RunError if the checkpoint of `step` is of other data than the plan's."""
+    for name, now in plan.identity.items():
+        then = metadata.get(name, "unknown")
+        if then != now:
+            raise RunError(
+                f"{plan.run}: the {name} has changed since step {step}: sha256 {then} then, {now} "
+                "now. Restore what the run started with (data.name, data.mix, data.dir), or start "
+                "over in a new folder (--fresh)"
+            )
+
+
+def build_metadata(plan: Plan, start: Start) -> dict[str, Any]:
+    """Set torch's threads, and return everything in a checkpoint besides tensors."""
+    recorded_threads = start.metadata.get("threads")
+    if start.step and recorded_threads is None:  # a run from before threads were recorded
+        recorded_threads = torch.get_num_threads()
+    threads = distributed.choose_threads(plan.device, recorded_threads)
+    metadata = start.metadata | plan.identity | {"threads": threads}
+    if plan.document_token is not None:
+        metadata["document_token"] = plan.document_token
+    return metadata
+
+
+def build_model(plan: Plan, ranks: Ranks) -> GPT:
+    """The model with its initial weights, equal on all ranks, on the CPU."""
+    torch.manual_seed(plan.config.run.seed)
+    model = GPT(plan.config.model)
+    model.document_token = plan.document_token
+    for block in model.blocks:
+        block.checkpointing = plan.config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
+    if plan.initial_weights:
+        plan.initial_weights.load_into(model, ranks)
+    return model
+
+
+def build_state(plan: Plan, ranks: Ranks) -> TrainState:
+    """Build the model and bring it to the newest intact checkpoint or its trunk's, if any.
+
+    Every rank calls it.
+
+    Raises:
+        RunError: all checkpoints are damaged, or the newest is of other data or does not fit the
+            model.
+    """
+    config, train = plan.config, plan.config.train
+    start = find_start(plan, ranks)
+    metadata = build_metadata(plan, start)
+    model = build_model(plan, ranks)
+    mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoE)]
+    selection_bias = SelectionBias(mixtures, train)
+
+    compute = Compute(plan.device, plan.dtype, plan.parallel, train.activation_checkpointing)
+    shape = (train.micro_batch_size, config.model.block_size)
+    compiles = distributed.pick_compile(train.compile, plan.device)
+    if compiles and train.compile == "auto":
+        compiles = try_compiling(model, shape, compute.autocast(), ranks)
+    runner = distribute(
+        model,
+        plan.parallel,
+        ranks,
+        plan.dtype,
+        compile=compiles,
+        accumulates=plan.accumulation > 1,
+        reduce_dtype=getattr(torch, train.reduce_dtype),
+    )
+    if plan.initial_weights:
+        batches = RankBatches(plan.loader, plan.accumulation, train.micro_batch_size, ranks)
+        plan.initial_weights.match_gates(
+            model, config, batches.read(count()), compute.autocast(), ranks
+        )
+
+    copy_dtype = None
+    if compute.shares_casts:
+        copy_dtype = choose_copy_dtype(config.model.backend, plan.device, plan.dtype)
+    optimizer = build_optimizer(model, config.optim, copy_dtype)
+    state = TrainState(
+        step=start.step,
+        metadata=metadata,
+        compute=compute,
+        model=model,
+        runner=runner,
+        mixtures=mixtures,
+        optimizer=optimizer,
+        updates=Updates(optimizer, config, scaled=plan.dtype == torch.float16, compile=compiles),
+        selection_bias=selection_bias,
+        average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
+        interval=Statistics(
+            len(mixtures),
+            config.model.n_expert,
+            ranks.device,
+            join=torch.compile(join, fullgraph=True) if compiles else join,
+        ),
+    )
+    if start.step:
+        checkpoint.load(start.checkpoints, start.step, model, optimizer.parts, state.tensors)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
+    with compute.autocast():
+        warm_up_ddp_buckets(runner, tokens)
+    optimizer.zero_grad(set_to_none=False)
+    return state

@@ -1,40 +1,40 @@
-"""What a training step measures, in one vector, so that one collective sums all of it over the ranks."""
+"""The measures of a training step in one vector, so that one collective sums them over ranks."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from balance import Stats
+from balance import LAYER_METRICS, Stats
+from runtime.metrics import load_metrics
 
 
 def join(loss: Tensor, aux_loss: Tensor, stats: Stats) -> Tensor:
-    """A micro-batch's part of the vector."""
-    of_layers = (stats.entropy, stats.zero_gates, stats.gate_square, stats.gate_sum)
-    parts = [torch.ones_like(loss), loss, aux_loss, *of_layers, stats.loads.sum(1)]
-    parts += [] if stats.margins is None else [stats.margins]
+    """One micro-batch as a vector, in the order of `Statistics.vector`."""
+    parts = [torch.ones_like(loss), loss, aux_loss]
+    parts += [getattr(stats, field) for field in LAYER_METRICS]
+    parts.append(stats.loads.sum(1))
+    if stats.margins is not None:
+        parts.append(stats.margins)
     return torch.cat([part.flatten().double() for part in parts])
 
 
 class Statistics:
     """Sums over micro-batches, ranks and steps, as named views of one float64 vector on the device.
 
-    A step's own sums count its micro-batches; `to_step_means` turns them into means, so that
-    `steps` is then 1. Loads and margins stay sums over a step. The sum of several steps' vectors,
-    divided by `steps`, is their mean.
+    The sums of one step count its micro-batches; `to_step_means` turns them into means. Loads and
+    margins stay sums over a step. The sum of several steps' vectors, divided by `steps`, is their
+    mean. Checkpoints hold the vector, so its order does not change.
 
     Attributes:
-        vector: (3 + 4 L + L E + L E M,) float64, all of the below one after the other.
-        steps: (), micro-batches of a step, or steps.
+        vector: (3 + F L + L E + L E M,) float64, all of the below one after the other.
+        steps: (), micro-batches of a step; after `to_step_means` steps, so 1.
         loss: (), cross-entropy, nats per token.
         aux_loss: (), weighted balance and z-losses, mean over layers.
-        entropy: (L,) nats, of the routing scores.
-        zero_gates: (L,) fraction of the chosen gates that are exactly 0.
-        gate_square: (L,) Σ g² of a token's gates, mean over tokens.
-        gate_sum: (L,) Σ g of a token's gates, mean over tokens.
+        layers: {field of Stats: (L,)}, the F fields of LAYER_METRICS, means over tokens.
         loads: (L, E) tokens per expert.
-        margins: (L, E, M), histograms of `balance.count_margins`; M = 0 but in steps under
-            bias_update = "quantile".
+        margins: (L, E, M), histograms of `count_margins`; M = 0 except in steps under bias_update =
+            "quantile".
     """
 
     def __init__(
@@ -45,16 +45,19 @@ class Statistics:
         n_bin: int = 0,
         join: Callable[..., Tensor] = join,
     ) -> None:
-        """Zeros for L = `n_layer` layers with a router (0 for a dense model), E = `n_expert` and M = `n_bin`.
+        """Zeros for L = `n_layer` layers with a router, E = `n_expert` and M = `n_bin`.
 
         `join` may be compiled.
         """
-        sizes = (1, 1, 1, *[n_layer] * 4, n_layer * n_expert, n_layer * n_expert * n_bin)
-        self.shape, self.join = (n_layer, n_expert, device), join
+        self.shape = (n_layer, n_expert, device)
+        self.join = join
+        n_metric = len(LAYER_METRICS)
+        n_load = n_layer * n_expert
+        sizes = (3, n_metric * n_layer, n_load, n_load * n_bin)
         self.vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        self.steps, self.loss, self.aux_loss, *of_layers, loads, margins = self.vector.split(sizes)
-        self.steps, self.loss, self.aux_loss = self.steps[0], self.loss[0], self.aux_loss[0]
-        self.entropy, self.zero_gates, self.gate_square, self.gate_sum = of_layers
+        scalars, layers, loads, margins = self.vector.split(sizes)
+        self.steps, self.loss, self.aux_loss = scalars.unbind()
+        self.layers = dict(zip(LAYER_METRICS, layers.view(n_metric, n_layer), strict=True))
         self.loads = loads.view(n_layer, n_expert)
         self.margins = margins.view(n_layer, n_expert, n_bin)
 
@@ -69,12 +72,38 @@ class Statistics:
 
     @torch.no_grad()
     def to_step_means(self, micro_batches: float) -> None:
-        """Divide all but loads and margins by the number of micro-batches of a step over all ranks, in place."""
-        means = len(self.vector) - self.loads.numel() - self.margins.numel()
-        self.vector[:means] *= 1 / micro_batches
+        """Divide by the micro-batches of a step over all ranks, except loads and margins."""
+        n_mean = len(self.vector) - self.loads.numel() - self.margins.numel()
+        self.vector[:n_mean] *= 1 / micro_batches
+
+    @torch.no_grad()
+    def add_step(self, step: "Statistics") -> None:
+        """Add the means of a step, without its margins."""
+        self.vector += step.vector[: len(self.vector)]
 
     def mean(self) -> "Statistics":
         """The mean over the steps that were added; NaN if there were none."""
         mean = self.new()
         torch.div(self.vector, self.steps, out=mean.vector)
         return mean
+
+
+def summarize_routing(prefix: str, loads: Tensor, layers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values to log of the routers: `PREFIX/loads`, `PREFIX/load_imbalance` and so on.
+
+    Args:
+        prefix: "router" for training steps, "val" for an evaluation.
+        loads: (L, E) tokens per expert. L = 0 for a dense model, which has no values.
+        layers: {field of Stats: (L,) mean over tokens}, some of LAYER_METRICS.
+    """
+    if not len(loads):
+        return {}
+    values = {"loads": loads} | load_metrics(loads)
+    for field, means in layers.items():
+        metric = LAYER_METRICS[field]
+        if metric.transform is not None:
+            means = metric.transform(means)
+        values[metric.name] = means.mean()
+        if metric.by_layer:
+            values[f"{metric.name}_of_layers"] = means
+    return {f"{prefix}/{name}": value for name, value in values.items()}

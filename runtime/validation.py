@@ -2,106 +2,122 @@
 
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor
 
-from data.loader import prefetch, windows
+from balance import LAYER_METRICS
+from configure import Config
+from data.loader import Validation, prefetch, windows
 from runtime import distributed
 from runtime.batches import to_host_tensors
 from runtime.distributed import Ranks
-from runtime.metrics import gate_metrics, load_metrics
-from runtime.preflight import Plan
+from runtime.preflight import ScoreTasks
 from runtime.signals import Stop
 from runtime.state import TrainState
+from runtime.statistics import summarize_routing
 
 
 def evaluate(
-    state: TrainState, plan: Plan, step: int, ranks: Ranks, stop: Stop
+    state: TrainState,
+    step: int,
+    validation: Validation,
+    tasks: ScoreTasks | None,
+    config: Config,
+    ranks: Ranks,
+    stop: Stop,
 ) -> dict[str, Any] | None:
     """The values of a line of metrics after `step` steps. Every rank calls it.
 
-    They are those of `measure_loss`; `val_ema/loss`, of a mixture `val_ema/SET/loss` too, if the
-    run keeps a mean of its weights; and scores on tasks (eval.tasks) where they are due. None if
-    any rank is asked to stop meanwhile.
+    They are the values of `measure_loss`; if the run keeps a mean of its weights `val_ema/loss`,
+    with a mixture also `val_ema/SET/loss`; and the scores of `tasks` (eval.tasks) at steps where
+    they are due. None if any rank is asked to stop meanwhile.
     """
-    values = measure_loss(state.runner, plan, ranks, stop)
+    values = measure_loss(state, validation, config, ranks, stop)
     if values is not None and state.average:
         with state.average.in_model():
-            of_mean = measure_loss(state.runner, plan, ranks, stop)
-        if of_mean is None:
+            ema_values = measure_loss(state, validation, config, ranks, stop)
+        if ema_values is None:
             return None
-        values |= {
-            name.replace("val/", "val_ema/"): of_mean[name]
-            for name in of_mean
-            if name.endswith("/loss")
-        }
-    if values is not None and plan.tasks:
-        scores = plan.tasks(state.model, step, ranks, stop, plan.sharded)
-        values = None if scores is None else values | scores
+        for name, value in ema_values.items():
+            if name.endswith("/loss"):
+                values[name.replace("val/", "val_ema/")] = value
+    if values is not None and tasks:
+        scores = tasks(state.model, step, ranks, stop, state.compute.sharded)
+        if scores is None:
+            return None
+        values.update(scores)
     return values
 
 
 @torch.no_grad()
-def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str, Any] | None:
-    """Cross-entropy and expert loads over the plan's validation windows. Every rank calls it.
+def measure_loss(
+    state: TrainState, validation: Validation, config: Config, ranks: Ranks, stop: Stop
+) -> dict[str, Any] | None:
+    """Cross-entropy and expert loads over the validation windows. Every rank calls it.
 
-    `model` is what `parallel.distribute` returned, and is left in training mode; `stop` is looked
-    at between micro-batches.
+    The model is left in training mode. `stop` is checked after each micro-batch.
 
     Returns:
-        `val/loss` () and `val/window_losses` (W,), nats per token; of a mixture `val/loss` is a
-        weighted mean, beside `val/SET/loss` () of each set and `val/window_weights` (W,). With
-        routers `val/loads` (L, E), tokens, two numbers of them, and the scale of the gates
-        (`gate_metrics`). None if any rank is asked to stop.
+        `val/loss` () and `val/window_losses` (W,), nats per token. With a mixture `val/loss` is a
+        weighted mean; then there are `val/SET/loss` () of each set and `val/window_weights` (W,).
+        With routers the values of `summarize_routing`. None if any rank is asked to stop.
     """
-    model.eval()
-    indices, block_size = plan.validation.windows, plan.config.model.block_size
-    mine = indices[ranks.rank :: ranks.world_size]
-    losses, loads, gates = (
-        torch.zeros(len(indices), dtype=torch.float64, device=ranks.device),
-        [],
-        [],
-    )
-    micro_batch = plan.config.train.micro_batch_size
-    # Under FSDP2 every rank must join every forward pass: one without windows of its own takes any,
-    # and counts none.
-    rounds = range(0, -(-len(indices) // ranks.world_size), micro_batch)
-    counts = [len(mine[first : first + micro_batch]) for first in rounds]
-    rows = (
-        mine[first : first + micro_batch] if len(mine) > first else indices[:1] for first in rounds
-    )
+    indices = validation.windows
+    own_indices = indices[ranks.rank :: ranks.world_size]
+    most_windows = -(-len(indices) // ranks.world_size)  # on rank 0
+    size = config.train.micro_batch_size
+    parts = [own_indices[first : first + size] for first in range(0, most_windows, size)]
+    # Under FSDP2 every rank must join every forward pass. A rank without windows of its own reads
+    # any window and does not count it.
     batches = prefetch(
-        to_host_tensors(windows(plan.validation.tokens, chosen, block_size), ranks.device)
-        for chosen in rows
+        read_windows(part if len(part) else indices[:1], validation, config, ranks)
+        for part in parts
     )
-    for first, count, (x, y) in zip(rounds, counts, batches, strict=True):
-        x, y = x.to(ranks.device, non_blocking=True), y.to(ranks.device, non_blocking=True)
-        with plan.autocast:
-            out = model(x, y)
-        losses[ranks.rank :: ranks.world_size][first : first + count] = out.losses[:count]
-        loads.append(out.stats.loads.sum(1) * min(count, 1))  # (L, E)
-        of_gates = (out.stats.zero_gates, out.stats.gate_square, out.stats.gate_sum)
-        gates.append(torch.stack(of_gates).double() * count)  # (3, L)
+    metrics = [name for name, metric in LAYER_METRICS.items() if metric.in_validation]
+    own_losses, loads, layers = [], [], []
+    state.runner.eval()
+    for part, (x, y) in zip(parts, batches, strict=True):
+        count = len(part)
+        x = x.to(ranks.device, non_blocking=True)
+        y = y.to(ranks.device, non_blocking=True)
+        out = state.forward(x, y)
+        assert out.losses is not None, "there are targets"
+        batch_loads = out.stats.loads.sum(1)  # (L, E)
+        batch_layers = torch.stack([getattr(out.stats, name) for name in metrics])  # (F, L)
+        own_losses.append(out.losses[:count])
+        loads.append(batch_loads if count else torch.zeros_like(batch_loads))
+        layers.append(batch_layers.double() * count)
         if distributed.any_rank([stop.asked], ranks)[0]:
-            model.train()
+            state.runner.train()
             return None
-    model.train()
-    losses = distributed.sum_over_ranks(losses)
+    state.runner.train()
+
+    losses = torch.zeros(len(indices), dtype=torch.float64, device=ranks.device)
+    losses[ranks.rank :: ranks.world_size] = torch.cat(own_losses).double()
+    distributed.sum_over_ranks(losses)
     total_loads = distributed.sum_over_ranks(torch.stack(loads).sum(0))
-    values = {"val/loss": losses.mean(), "val/window_losses": losses}
-    if plan.config.data.mix:
-        sets, weights = (
-            torch.from_numpy(array).to(losses.device) for array in plan.validation[-2:]
-        )
-        values |= {"val/loss": (losses * weights).mean(), "val/window_weights": weights}
-        values |= {
-            f"val/{name}/loss": losses[sets == i].mean()
-            for i, name in enumerate(plan.config.data.sets)
-        }
-    of_gates = distributed.sum_over_ranks(torch.stack(gates).sum(0)) / len(indices)
-    if len(total_loads):  # no rows for a dense model
-        summaries = load_metrics(total_loads) | gate_metrics(*of_gates)
-        values |= {"val/loads": total_loads} | {
-            f"val/{name}": value for name, value in summaries.items()
-        }
+    means = distributed.sum_over_ranks(torch.stack(layers).sum(0)) / len(indices)  # (F, L)
+
+    values: dict[str, Any] = {"val/loss": losses.mean(), "val/window_losses": losses}
+    if config.data.mix:
+        values |= average_mixture(losses, validation, list(config.data.sets))
+    return values | summarize_routing("val", total_loads, dict(zip(metrics, means, strict=True)))
+
+
+def read_windows(
+    indices: np.ndarray, validation: Validation, config: Config, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of validation windows, (B, T) int64 each, in host memory."""
+    batch = windows(validation.tokens, indices, config.model.block_size)
+    return to_host_tensors(batch, ranks.device)
+
+
+def average_mixture(losses: Tensor, validation: Validation, names: list[str]) -> dict[str, Tensor]:
+    """Losses of a mixture and of its sets `names`, from `losses` (W,), and the windows' weights."""
+    sets = torch.from_numpy(validation.sets).to(losses.device)
+    weights = torch.from_numpy(validation.weights).to(losses.device)
+    values = {"val/loss": (losses * weights).mean(), "val/window_weights": weights}
+    for number, name in enumerate(names):
+        values[f"val/{name}/loss"] = losses[sets == number].mean()
     return values

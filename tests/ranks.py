@@ -1,4 +1,4 @@
-"""Jobs of several ranks for test_parallel.py: their cases, and what each rank sees while it trains."""
+"""Jobs of several ranks for test_parallel.py: cases, and a record of each rank's training."""
 
 import os
 import shutil
@@ -209,7 +209,7 @@ class Watch:
             patch.setattr(distributed, "peak_flops", lambda device, dtype: PEAK)
             yield
 
-    def build_optimizer(self, model, optim):
+    def build_optimizer(self, model, optim, copy_dtype=None):
         """Add hooks to the model, shun an expert, or make a gradient infinite, then build its
         optimizer.
         """
@@ -221,7 +221,7 @@ class Watch:
                 block.mlp.router.selection_bias[3] = -10 - self.rank
         if self.case.model == "inf" and self.rank == 1:
             model.blocks[0].mlp.experts.register_forward_pre_hook(self._before_experts)
-        return BUILD(model, optim)
+        return BUILD(model, optim, copy_dtype)
 
     def learning_rate(self, optim, max_steps, step):
         """Between the seed of a step and its forward pass."""

@@ -16,7 +16,7 @@ from runtime import RunError, checkpoint
 from runtime.branch import check_length
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
-from runtime.preflight import Plan
+from runtime.preflight import plan_run
 
 # The most state to take over: dropout, a loss scale, a history of losses, sums of half a log
 # interval.
@@ -106,7 +106,7 @@ def test_what_cannot_be_a_branch_is_refused(tiny, trunk, overrides, says):
 
 
 def test_branch_takes_the_dtype_of_its_trunk_and_not_its_wandb_run(tiny, trunk, monkeypatch):
-    plan = Plan(branch(tiny, trunk, "train.max_steps=8", "train.dtype=auto"))
+    plan = plan_run(branch(tiny, trunk, "train.max_steps=8", "train.dtype=auto"))
     assert plan.dtype == torch.float16 and plan.config.train.dtype == "float16"
     monkeypatch.setattr(
         checkpoint, "verify", lambda *_: {"facts": {"data": "a hash", "wandb": "an id"}}

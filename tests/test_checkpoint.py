@@ -65,10 +65,10 @@ class Training:
         return loss.item()
 
     def save(self, saver, step, **metadata):
-        saver.save(step, self.model, self.optimizer, {"interval": self.interval}, metadata)
+        saver.save(step, self.model, self.optimizer.parts, {"interval": self.interval}, metadata)
 
     def load(self, folder, step):
-        checkpoint.load(folder, step, self.model, self.optimizer, {"interval": self.interval})
+        checkpoint.load(folder, step, self.model, self.optimizer.parts, {"interval": self.interval})
 
     def tensors(self):
         states = [self.optimizer.state[parameter] for parameter in self.model.parameters()]

@@ -12,7 +12,7 @@ from configure.load import _print_note
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from router import ROUTERS
 from runtime import RunError
-from runtime.preflight import Plan
+from runtime.preflight import plan_run
 
 
 @pytest.fixture(autouse=True)
@@ -352,17 +352,17 @@ def test_a_formula_is_a_router(tiny_file):
     config = load(tiny_file, ["--model.router=tanh, post=l2 over topk", "--run.name="])
     assert config.run.name == "tiny-tanh-post-l2-over-topk"
     with pytest.raises(RunError, match="model.router: norm 'l9' is not one of"):
-        Plan(load(tiny_file, ["--model.router=tanh, post=l9"]))
+        plan_run(load(tiny_file, ["--model.router=tanh, post=l9"]))
 
 
 @pytest.mark.parametrize("router", ["softmax-renorm", "tanh, post=l2 over topk"])
 def test_a_router_without_gradient_is_warned_of(tiny_file, capsys, router):
     overrides = [f"--model.router={router}", "--model.top_k=1"]
-    Plan(load(tiny_file, overrides))
+    plan_run(load(tiny_file, overrides))
     warning = capsys.readouterr().out
     assert warning.count("warning: model.top_k = 1 with") == 1
     for remedy in re.findall(r"--model\.\w+=\w+", warning):
-        Plan(load(tiny_file, [*overrides, remedy]))
+        plan_run(load(tiny_file, [*overrides, remedy]))
         assert "warning" not in capsys.readouterr().out
 
 

@@ -19,7 +19,7 @@ from eval import val_loss
 from hf.export import export
 from model import GPT
 from runtime.folder import path_of
-from runtime.preflight import Plan
+from runtime.preflight import plan_run
 from scripts import sample
 
 T, V, END = 12, 40, 39
@@ -105,6 +105,7 @@ def test_a_cache_equals_each_document_alone(pos, router, n_kv_head):
             (r, first): all_logits(plain, idx[r : r + 1, first:stop])[0] for r, first, stop in cut
         }
         past = KVCache(masked.config, start, T, torch.float64)
+        assert past.columns.shape == (2, 2, 3, n_kv_head or 4, T, 8)
         logits = torch.cat(
             [all_logits(masked, part, past) for part in idx.split([4, 1, 2, 1, 1, 3], 1)], 1
         )
@@ -164,8 +165,8 @@ def test_what_a_mask_refuses(tiny, tmp_path):
     with pytest.raises(
         DataError, match="its training split is one document, so.*one to a file or to a row"
     ):
-        Plan(tiny(MASKED, *one))
-    Plan(tiny(*one))
+        plan_run(tiny(MASKED, *one))
+    plan_run(tiny(*one))
 
 
 @pytest.mark.gpu

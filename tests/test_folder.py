@@ -166,7 +166,7 @@ def test_micro_batches_of_their_own_balance_loss_stay(tiny):
 
 
 def test_what_a_resume_keeps(config_of):
-    """The type that "auto" stood for, and checkpoints of steps that the shorter run still reaches."""
+    """The type that "auto" stood for, and checkpoints that the shorter run still reaches."""
     own = ["train.keep_steps=3,7,9", "train.max_steps=9"]
     # as preflight records it
     run = leave_config(path_of(config_of()), config_of("train.dtype=bfloat16", *own))

@@ -160,7 +160,7 @@ def test_resumed_run_does_not_need_init_from(tiny, source, capsys):
     assert end(config) == undisturbed
     fresh = start_from(tiny, source, "run.name=fresh")
     with pytest.raises(RunError, match="no such folder"):
-        train.train(fresh)
+        train.train(fresh, read_weights=train.find_reader(fresh))
     assert not folder.path_of(fresh).exists()
 
 
@@ -257,7 +257,8 @@ def train_on_ranks(file, place, rank_1_place):
         overrides = [f"run.name={parallel}", f"train.init_from={given}", f"train.parallel={way}"]
         overrides += ["train.micro_batch_size=4", "train.max_steps=1", "optim.warmup_steps=1"]
         try:
-            train.train(configure.load(file, [*MOVED, *overrides], 2))
+            config = configure.load(file, [*MOVED, *overrides], 2)
+            train.train(config, read_weights=train.find_reader(config))
         except RunError as error:
             print(error)
 

@@ -492,7 +492,7 @@ def test_a_model_of_theirs_is_trained_and_exported(folder, prepared, tiny, tmp_p
     config = tiny(
         f"train.init_from={tmp_path / 'olmoe'}", "train.max_steps=2", "eval.windows=2", *own
     )
-    train.train(config)
+    train.train(config, read_weights=train.find_reader(config))
     call(export.main, path_of(config), tmp_path / "out", "--check")
     again = tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *own)
     start(again)

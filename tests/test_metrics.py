@@ -1,4 +1,4 @@
-"""runtime/metrics.py: metrics.jsonl whatever happens to it, what a tracker gets, loads in numbers."""
+"""runtime/metrics.py: damaged metrics.jsonl, the lines of trackers, loads in numbers."""
 
 import json
 import math

@@ -331,7 +331,7 @@ def test_job_ends_when_a_rank_does(jobs, name):
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["dense ddp-2", "kern fsdp-2"])
 def test_gradients_are_summed_over_ranks_in_the_type_asked_for(outcome, name):
-    """In bfloat16 the first step's norm is off by its rounding, 2^-8 at most, and not by nothing."""
+    """In bfloat16 the first step's norm is off by its rounding, 2^-8 at most, and not by 0."""
     exact, rounded = (
         column(outcome(case).lines, "optim/grad_norm")[0] for case in (name, f"{name} bfloat16")
     )

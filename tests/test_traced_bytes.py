@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import kernels
 from configure.schema import Config, Model, Optim
 from model import GPT, Block
-from runtime.state import build_optimizer, keep_copies
+from runtime.optimizers import build_optimizer, choose_copy_dtype
 from runtime.updates import Updates
 
 B, T, C = 3, 40, 48  # no other tensor has as many elements as (B, T, C)
@@ -96,14 +96,14 @@ def test_bytes_of_a_step_of_experts_weights():
     no_problem = mock.patch.object(kernels, "find_triton_problem", lambda device, dtype: "")
     with FakeTensorMode(), no_problem, mock.patch.object(triton_adamw, "adamw_step") as step:
         model = GPT(Model(**SIZES, n_layer=1, vocab_size=11))
-        optimizer = build_optimizer(model, Optim())
-        keep_copies(model, optimizer, cpu, half)
+        copy_dtype = choose_copy_dtype("triton", cpu, half)
+        optimizer = build_optimizer(model, Optim(), copy_dtype)
         updates = Updates(optimizer, Config(), True)
         for p in model.parameters():
             p.grad = torch.empty_like(p)
         with Traffic(5 * 7 * C) as traffic:
             updates.step(0, 1e-3, torch.ones((), dtype=torch.float64))
-            with model.cast_once(half, optimizer.fresh_copies()):
+            with model.cast_once(half, optimizer.valid_copies()):
                 pass
     assert traffic.moved == {"linalg_vector_norm": 2 * 4} and step.call_count == 2  # w_in and w_out
     read = sum(t.element_size() for t in step.call_args.args[:4])

@@ -33,7 +33,7 @@ from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.metrics import Metrics, read_metrics
-from runtime.preflight import Plan
+from runtime.preflight import plan_run
 from runtime.signals import Stop
 from runtime.validation import measure_loss
 from scripts import sample
@@ -130,7 +130,7 @@ def test_balance_loss_by_hand(scope):
     """One layer, two sequences, two experts: P is (0.6, 0.4) and (1, 0), so (0.8, 0.2) of both."""
     loads = torch.tensor([[[2, 2], [4, 0]]])
     probability = torch.tensor([[[0.6, 0.4], [1.0, 0.0]]])
-    routing = Stats(loads, probability, *torch.zeros(5, 1))
+    routing = Stats(loads, probability, *torch.zeros(len(Stats._fields) - 3, 1))
     config = Train(balance_loss_coef=2.0, balance_loss_scope=scope)
     of_step = torch.tensor([[5, 3]]) if scope == "global" else None
     by_hand = {
@@ -207,17 +207,13 @@ def test_quantile_balancing_of_a_step(tiny, own, monkeypatch):
     assert found == pytest.approx(moved, rel=0.05)
     assert column(lines, "router/bias_moved") == pytest.approx([np.mean(found)])
     router, counts = trained.blocks[1].mlp.router, counted[0][None]
-    state, bias = (
-        SimpleNamespace(_routers=[router], _bias_update_rate=0, n_bin=1000),
-        router.selection_bias.clone(),
-    )
+    bias = router.selection_bias.clone()
+    selection_bias = train_state.SelectionBias([trained.blocks[1].mlp], config.train)
     stats = SimpleNamespace(loads=counts, margins=counts)
     for taken in (False, True):
-        train_state.TrainState.update_selection_bias(state, stats, torch.tensor(taken))
-        assert (
-            torch.equal(router.selection_bias, bias) != taken
-            and (state.bias_moved > 0).item() == taken
-        )
+        selection_bias.update(stats, torch.tensor(taken))
+        assert torch.equal(router.selection_bias, bias) != taken
+        assert (selection_bias.moved > 0).item() == taken
 
 
 @pytest.mark.parametrize("router", ["identity, bias", "relu, post=l1 over topk", "dense"])
@@ -254,8 +250,8 @@ def test_learning_rate_by_hand():
 # ---- what is due
 def test_cadence_by_hand(tiny, monkeypatch):
     def cadence_of(*overrides, rank=0):
-        plan = SimpleNamespace(config=tiny(*overrides), val_losses={})
-        return cadence.Cadence(plan, 0, Ranks(rank, 1, torch.device("cpu")), stop)
+        ranks = Ranks(rank, 1, torch.device("cpu"))
+        return cadence.Cadence(tiny(*overrides), 0, False, ranks, stop)
 
     def saved(*overrides):
         due = cadence_of(*overrides)
@@ -456,10 +452,10 @@ def test_mean_is_the_formula_over_recorded_weights(tiny, monkeypatch):
     biases.
     """
 
-    def spoil(plan, state, batches):
-        result = forward_backward(plan, state, batches)
+    def spoil(state, *args):
+        result = forward_backward(state, *args)
         if next(count) in (2, 3):
-            state.updates.parameters[0].grad.fill_(torch.inf)
+            state.updates.optimizer.parameters[0].grad.fill_(torch.inf)
         return result
 
     forward_backward, count = train.forward_backward, iter(range(99))
@@ -492,7 +488,10 @@ def test_mean_is_evaluated_beside_a_run_that_it_does_not_change(tiny, capsys):
         assert column(lines, key) == column(alone, key)
     assert column(lines, "val/loss")[0] == losses[0]  # of the initial weights
     model = load_model(path_of(config), 4, ema=True).model
-    found = measure_loss(model, Plan(config), ALONE, Stop())["val/loss"]
+    plan = plan_run(config)
+    forward = torch.autocast("cpu", plan.dtype)(model)
+    state = SimpleNamespace(runner=model, forward=forward)
+    found = measure_loss(state, plan.validation, plan.config, ALONE, Stop())["val/loss"]
     assert found.item() == losses[-1] != column(lines, "val/loss")[-1]
 
 

@@ -20,8 +20,14 @@ from data.bins import open_tokens
 from data.loader import Loader
 from model import GPT
 from runtime import RunError, checkpoint, folder
-from runtime.optimizers import COEFFICIENTS, Muon
-from runtime.state import build_optimizer, keep_copies
+from runtime.optimizers import (
+    NEWTON_SCHULZ,
+    Muon,
+    Optimizers,
+    allocate_moments,
+    build_optimizer,
+    choose_copy_dtype,
+)
 from runtime.updates import WINDOW, Updates
 
 # ---- against torch in float64
@@ -79,10 +85,8 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
     model, exact, ratios, adamw = build_twins(optim)
     taken, healthy, scale = 0, 0, 65536.0 if scaled else 1.0
     mine = dict(model.named_parameters())
-    updates = Updates(build_optimizer(model, optim), Config(optim=optim), scaled)
-    if copied:
-        model.config = SMALL.model_copy(update={"backend": "triton"})
-        keep_copies(model, updates.optimizer, torch.device("cpu"), copied)
+    copy_dtype = copied and choose_copy_dtype("triton", torch.device("cpu"), copied)
+    updates = Updates(build_optimizer(model, optim, copy_dtype), Config(optim=optim), scaled)
     generator = seeded(1)
     for step in range(16):
         gradients = {name: torch.randn(p.shape, generator=generator) for name, p in mine.items()}
@@ -125,7 +129,7 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
             for moment in ("exp_avg", "exp_avg_sq") if taken else ():
                 assert_near(state[moment], wanted[moment].float(), limit, name)
         copies, experts = (
-            updates.optimizer.fresh_copies(),
+            updates.optimizer.valid_copies(),
             [p for name, p in mine.items() if "experts" in name],
         )
         assert [*copies] == (experts if copied else [])
@@ -133,7 +137,7 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
     assert not scaled or scale != 65536
     with torch.no_grad():
         experts[0].mul_(2)  # as loading a checkpoint changes weights
-    assert [*updates.optimizer.fresh_copies()] == (experts[1:] if copied else [])
+    assert [*updates.optimizer.valid_copies()] == (experts[1:] if copied else [])
 
 
 def test_run_with_copies_resumes_to_the_bit(tiny, monkeypatch):
@@ -141,7 +145,7 @@ def test_run_with_copies_resumes_to_the_bit(tiny, monkeypatch):
     bfloat16.
     """
     # experts themselves take torch's
-    monkeypatch.setattr("runtime.state.choose_backend", lambda *_: "triton")
+    monkeypatch.setattr("runtime.optimizers.choose_backend", lambda *_: "triton")
     more = [
         "train.checkpoint_interval=2",
         "train.ema_decay=0.9",
@@ -431,7 +435,7 @@ def test_spikes_are_those_by_hand(monkeypatch, compile):
     p = torch.nn.Parameter(torch.ones(7))
     p.grad = torch.ones(7)
     adamw, config = (
-        torch.optim.AdamW([p], fused=True),
+        Optimizers([torch.optim.AdamW([p], fused=True)]),
         Config(train=Train(loss_spike="skip", spike_sigma=5.0)),
     )
     updates, taken, spikes = Updates(adamw, config, False, compile), [], []
@@ -534,7 +538,7 @@ def test_logged_signal_is_that_of_the_checkpoint(tiny):
     (logged,) = column(metrics(config), "router/expert_signal_of_layers")
     model = GPT(config.model)
     optimizer = build_optimizer(model, config.optim)
-    checkpoint.load(checkpoints(config), 40, model, optimizer, {})
+    checkpoint.load(checkpoints(config), 40, model, optimizer.parts, {})
     beta1, beta2 = config.optim.beta1, config.optim.beta2
     for block, found in zip(model.blocks, logged, strict=True):
         moments = [optimizer.state[p] for p in (block.mlp.experts.w_in, block.mlp.experts.w_out)]
@@ -563,7 +567,7 @@ def exact(x):
     u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
     s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True).clamp_min(1e-30)
     for _ in range(5):
-        s = COEFFICIENTS[0] * s + COEFFICIENTS[1] * s**3 + COEFFICIENTS[2] * s**5
+        s = NEWTON_SCHULZ[0] * s + NEWTON_SCHULZ[1] * s**3 + NEWTON_SCHULZ[2] * s**5
     return u * s.unsqueeze(-2) @ vt
 
 
@@ -576,17 +580,10 @@ def test_steps_equal_an_svd_in_float64(scaled):
     start = [torch.randn(shape, generator=seeded(i)) for i, shape in enumerate(SHAPES.values())]
     mine, bias = [torch.nn.Parameter(p.clone()) for p in start], torch.nn.Parameter(torch.ones(3))
     twin = torch.nn.Parameter(bias.detach().clone())
-    groups = [
-        {"params": mine, "weight_decay": 0.1, "momentum": 0.9},
-        {"params": [bias], "weight_decay": 0.0},
-    ]
-    optimizer = Muon(groups, lr=1.0, fused=True)
-    for p in (*mine, bias):
-        names = ("exp_avg", "exp_avg_sq") if p is bias else ("exp_avg",)
-        optimizer.state[p] = {
-            "step": torch.zeros(()),
-            **{name: torch.zeros_like(p) for name in names},
-        }
+    muon = Muon([{"params": mine, "weight_decay": 0.1, "momentum": 0.9}], lr=1.0)
+    beside = torch.optim.AdamW([bias], lr=1.0, weight_decay=0.0, fused=True)
+    optimizer = Optimizers([muon, beside])
+    allocate_moments(optimizer)
     updates = Updates(optimizer, Config(optim=Optim(grad_clip=0.5)), scaled)
     adamw = torch.optim.AdamW([twin], weight_decay=0)
     weights, means = (

@@ -16,8 +16,8 @@ from kernels import route
 from model import GPT, MoE, flops_per_token
 from router import ROUTERS, Router, find_spec
 from runtime import RunError, distributed
+from runtime.optimizers import build_optimizer, choose_copy_dtype
 from runtime.parallel import compile_blocks
-from runtime.state import build_optimizer, keep_copies
 from runtime.updates import Updates
 from tools.bench.harness import Benchmark, divide
 from tools.bench.moe import PEERS, NanoChat
@@ -57,9 +57,10 @@ class Step:
             block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
         if distributed.pick_compile(config.train.compile, self.device):
             compile_blocks(model)
-        optimizer = build_optimizer(model, config.optim)
+        copy_dtype = None
         if not config.train.activation_checkpointing:
-            keep_copies(model, optimizer, self.device, self.dtype)
+            copy_dtype = choose_copy_dtype(config.model.backend, self.device, self.dtype)
+        optimizer = build_optimizer(model, config.optim, copy_dtype)
         return model, optimizer, Updates(optimizer, config, self.dtype == torch.float16), tokens
 
     def __call__(self) -> None:
@@ -70,7 +71,7 @@ class Step:
             once = (
                 nullcontext()
                 if checkpointing
-                else model.cast_once(self.dtype, optimizer.fresh_copies())
+                else model.cast_once(self.dtype, optimizer.valid_copies())
             )
             with (
                 once,
