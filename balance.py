@@ -18,7 +18,7 @@ MARGIN_BINS = 1000
 
 
 class Stats(NamedTuple):
-    """What a model reports about its routers: a row for each of its L layers with experts, which one layer's lack."""
+    """Measures of a model's L layers with experts; without the dimension L, of one layer."""
 
     loads: Tensor  # (L, B, E) int64, tokens of each sequence that chose each expert
     # (L, B, E) mean over a sequence's tokens of `token_distribution`, with gradient
@@ -28,9 +28,20 @@ class Stats(NamedTuple):
     zero_gates: Tensor  # (L,) fraction of the N·K gates that are exactly 0
     gate_square: Tensor  # (L,) mean over tokens of Σ g², the sum over a token's K gates
     gate_sum: Tensor  # (L,) mean over tokens of Σ g
-    # The fields so far are in the order of `Router.fused`. Another metric comes here.
     # (L, E, MARGIN_BINS) int64, `count_margins`; only for train.bias_update = "quantile"
     margins: Tensor | None = None
+
+
+# computed by `Router.fused`, in its order
+FUSED_FIELDS = (
+    "loads",
+    "probability",
+    "z_loss",
+    "entropy",
+    "zero_gates",
+    "gate_square",
+    "gate_sum",
+)
 
 
 class LayerMetric(NamedTuple):
@@ -68,24 +79,34 @@ def token_distribution(routing: Routing) -> Tensor:
 
 
 def measure(routing: Routing, n_sequence: int) -> Stats:
-    """Compute the statistics of tokens that form `n_sequence` sequences, unless `Router.fused` has."""
-    if routing.stats is not None:
-        return Stats(*routing.stats)
-    experts, gates = routing.experts, routing.weights.detach()
-    # (B, E)
-    loads = expert_loads(experts.view(n_sequence, -1, experts.shape[1]), routing.scores.shape[1])
+    """Compute the statistics of tokens that form `n_sequence` sequences."""
+    if routing.stats is None:
+        fields = measure_in_torch(routing, n_sequence)
+    else:
+        fields = dict(zip(FUSED_FIELDS, routing.stats, strict=True))
+    # A metric that `Router.fused` does not compute is added to `fields` here.
+    return Stats(**fields)
+
+
+def measure_in_torch(routing: Routing, n_sequence: int) -> dict[str, Tensor]:
+    """The FUSED_FIELDS of Stats."""
+    n_token, top_k = routing.experts.shape
+    n_expert = routing.scores.shape[1]
+    gates = routing.weights.detach()  # (N, K)
     distribution = token_distribution(routing)  # (N, E)
-    probability = distribution.view(n_sequence, -1, distribution.shape[1]).mean(1)  # (B, E)
-    of_gates = (
-        (gates == 0).float().mean(),
-        gates.square().sum() / len(gates),
-        gates.sum() / len(gates),
-    )
-    return Stats(loads, probability, z_loss(routing), entropy(distribution), *of_gates)
+    return {
+        "loads": expert_loads(routing.experts.view(n_sequence, -1, top_k), n_expert),
+        "probability": distribution.view(n_sequence, -1, n_expert).mean(1),
+        "z_loss": z_loss(routing),
+        "entropy": entropy(distribution),
+        "zero_gates": (gates == 0).float().mean(),
+        "gate_square": gates.square().sum() / n_token,
+        "gate_sum": gates.sum() / n_token,
+    }
 
 
 def balance_loss(probability: Tensor, loads: Tensor) -> Tensor:
-    """Switch load-balancing loss E · Σ_e f_e P_e: 1 when balanced, E when one expert takes every token.
+    """Switch load-balancing loss E · Σ_e f_e P_e: 1 when balanced, E if one expert has all tokens.
 
     Scores are normalised per token, so the loss moves them against each other and cannot shrink
     KERN's γ or scale.
@@ -145,7 +166,7 @@ def unsquash(x: Tensor, span: Tensor) -> Tensor:
 
 @torch.no_grad()
 def count_margins(scores: Tensor, selection_bias: Tensor, top_k: int, reach: float) -> Tensor:
-    """Histograms (E, MARGIN_BINS) int64 of the margins by which tokens miss experts, for `solve_selection_bias`.
+    """Histograms (E, MARGIN_BINS) int64 of the margins by which tokens miss experts.
 
     A token's margins are α - (s + β), where α is its (K+1)-th largest s + β: it is an expert's if
     the margin is negative. Bins span ±(reach + max β - min β), beyond which no margin lies; if

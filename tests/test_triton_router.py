@@ -10,7 +10,7 @@ import torch
 from numerics import assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
 
 import kernels
-from balance import Stats, measure
+from balance import FUSED_FIELDS, measure
 from configure.schema import Model
 from kernels import route
 from model import GPT
@@ -32,8 +32,7 @@ TYPICAL = (2, 7, 13, 4)
 assert triton_experts.INTERPRETED or DEVICE == "cuda", (
     "kernels were imported before conftest.py could set it"
 )
-# all but margins, which the router adds
-VALUES = ("weights", "experts", "scores", *Stats._fields[:-1])
+VALUES = ("weights", "experts", "scores", *FUSED_FIELDS)
 LOSSES = ("weights", "probability", "z_loss")
 
 
@@ -94,7 +93,8 @@ def run_oracle(router, logits, upstream, B, experts, losses=LOSSES):
     router = router.double()
     leaf = logits.detach().to(DEVICE).double().requires_grad_()
     routing = router.choose(leaf, experts)
-    values = (*routing[:3], *measure(routing, B)[:-1])
+    stats = measure(routing, B)
+    values = (*routing[:3], *(getattr(stats, name) for name in FUSED_FIELDS))
     leaves = [leaf] if router.gamma is None else [leaf, router.gamma]
     return collect(dict(zip(VALUES, values, strict=True)), leaves, upstream, losses)
 
