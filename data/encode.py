@@ -192,7 +192,8 @@ def explain_empty_split(train: int, val: int, val_fraction: float) -> str:
     better = min(0.5, FEW_DOCUMENTS / max(1, total))
     return (
         f"none of {plural(total, 'document')} fell into {missing} at --val-fraction "
-        f"{val_fraction}: --val-fraction {better:.2g} makes about {FEW_DOCUMENTS} of them validation"
+        f"{val_fraction}: --val-fraction {better:.2g} makes about {FEW_DOCUMENTS} of them "
+        f"validation"
     )
 
 

@@ -94,8 +94,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--config", help="variant of a corpus (see --list; default: the first)")
     add(
         "--revision",
-        help="commit, branch or tag of the hub's data set (default: the newest; of an unfinished set "
-        "the one that it started with)",
+        help="commit, branch or tag of the hub's data set (default: the newest, or the one that an "
+        "unfinished set started with)",
     )
     add(
         "--source",

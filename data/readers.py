@@ -159,8 +159,8 @@ def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
     from pyarrow.parquet import ParquetFile
 
     with closing(_open(file.url, sequential=False)) as raw:
-        # Without pre_buffer and threads, as in `datasets`: buffers would stay in memory, and threads
-        # make Python hang or abort at exit if reading stops early (apache/arrow issue 45214).
+        # Without pre_buffer and threads, as in `datasets`: buffers would stay in memory. Threads
+        # would make Python hang at exit if reading stops early (apache/arrow issue 45214).
         parquet = ParquetFile(raw, pre_buffer=False)
         schema = parquet.schema_arrow
         rows = parquet.metadata.num_rows

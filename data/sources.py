@@ -46,8 +46,8 @@ def read_sources() -> dict[str, Source]:
 
 SOURCES = read_sources()
 
-# Folders of the standard library that are not read: tests, which are more than half of it and which
-# many systems do not ship; encodings and pydoc_data, which are generated tables; installed packages.
+# Folders of the standard library that are not read: tests, more than half of it, which many systems
+# do not ship; encodings and pydoc_data, which are generated tables; installed packages.
 STDLIB_SKIPS = {
     "test",
     "tests",

@@ -208,7 +208,8 @@ def identity(tokenizer: Tokenizer | type[ByteTokenizer | GPT2Tokenizer]) -> dict
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     """The bytes of each token by id.
 
-    bytes and gpt2: without end-of-text, the last id. Others: b"" for end-of-text and special tokens.
+    The lists of `bytes` and `gpt2` end before end-of-text, the last id. In others end-of-text and
+    special tokens are b"".
     """
     if isinstance(tokenizer, ByteTokenizer):
         return [bytes([i]) for i in range(256)]
@@ -262,7 +263,7 @@ def printable(token: bytes) -> str:
 
 
 def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
-    """GPT-2's BPE file: `ranks`, else the file in tiktoken's cache, else its download (r50k_base)."""
+    """Read GPT-2's BPE file: `ranks`, else tiktoken's cached copy, else download r50k_base."""
     import requests
     from tiktoken.load import read_file_cached
 

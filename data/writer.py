@@ -268,7 +268,7 @@ def find_revision(partial: Path, provenance: dict) -> str | None:
 def resume_progress(partial: Path, provenance: dict, force: bool) -> Progress:
     """The progress recorded in `partial`, or a new one.
 
-    Raises DataError if the record has another provenance or is damaged. `force` starts over instead.
+    Raises DataError if the record has another provenance or is damaged; `force` starts over.
     """
     progress = read_progress(partial)
     if progress and progress.made_from == provenance:

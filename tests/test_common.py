@@ -44,8 +44,8 @@ def test_a_command_returns_its_code_and_shows_its_docstring_as_it_is(capsys):
     )
     with pytest.raises(SystemExit) as end:
         build_parser("scripts.some", "Does it.").parse_args(["--no-such"])
-    error = "error: unrecognized arguments: --no-such; python -m scripts.some --help has all arguments\n"
-    assert (end.value.code, capsys.readouterr().err) == (2, error)
+    error = "error: unrecognized arguments: --no-such; python -m scripts.some --help has all "
+    assert (end.value.code, capsys.readouterr().err) == (2, f"{error}arguments\n")
     require_packages("torch")
     with pytest.raises(
         ValueError, match=r"^no_such_one not installed: pip install -r requirements-report\.txt$"
@@ -66,11 +66,14 @@ def test_a_process_ends_with_the_code_of_its_command(error, code, said, capsys):
 PRINTING = "import sys; from common.command import run_command; run_command(lambda: {})"
 
 
-@pytest.mark.parametrize("code, unbuffered", [
-    (["-c", PRINTING.format("print('word\\n' * 100_000)")], ""),  # more than a pipe holds
-    (["-c", PRINTING.format("(print('word'), sys.exit(3))")], ""),  # fails when it is flushed
-    (["-m", "data.prepare", "--list"], "1"),  # where OSErrors are reported
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "code, unbuffered",
+    [
+        (["-c", PRINTING.format("print('word\\n' * 100_000)")], ""),  # more than a pipe holds
+        (["-c", PRINTING.format("(print('word'), sys.exit(3))")], ""),  # fails when it is flushed
+        (["-m", "data.prepare", "--list"], "1"),  # where OSErrors are reported
+    ],
+)
 def test_a_command_whose_output_nobody_reads_ends_quietly(code, unbuffered):
     pipeline = f"(sleep 0.3; {shlex.join([sys.executable, *code])}; echo $? >&2) | true"
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}

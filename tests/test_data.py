@@ -134,13 +134,23 @@ def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks):
     )
 
 
-@pytest.mark.parametrize(("damage", "message"), [
-    (lambda data: data + b"!", r"expected 14 bytes \(7 tokens\), found 15"),
-    (lambda data: data[:2] + b"\7" + data[3:], "expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}"),
-    (lambda data: data[:2] + b"\7\1" + data[4:], r"id 263 at token 1, expected below 257"),
-    (lambda data: np.frombuffer(data, "<u2").astype(">u2").tobytes(), "id 5632 at token 0, expected below 257"),
-    (None, "no such file, expected 7 tokens"),
-])  # fmt: skip
+def swap_bytes(data: bytes) -> bytes:
+    return np.frombuffer(data, "<u2").astype(">u2").tobytes()
+
+
+SHA256 = "[0-9a-f]{64}"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data + b"!", r"expected 14 bytes \(7 tokens\), found 15"),
+        (lambda data: data[:2] + b"\7" + data[3:], f"expected sha256 {SHA256}, found {SHA256}"),
+        (lambda data: data[:2] + b"\7\1" + data[4:], "id 263 at token 1, expected below 257"),
+        (swap_bytes, "id 5632 at token 0, expected below 257"),
+        (None, "no such file, expected 7 tokens"),
+    ],
+)
 def test_check_finds_damage(tmp_path, damage, message):
     write_set(tmp_path / "set")
     path = tmp_path / "set/train-00001.bin"
@@ -151,16 +161,30 @@ def test_check_finds_damage(tmp_path, damage, message):
         check_dataset(tmp_path / "set", 257)
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (lambda meta: meta["splits"].pop("val"), "splits train, expected train, val"),
-    (lambda meta: meta["splits"]["train"].update(tokens=24), "train has 24 tokens, its files 25"),
-    (lambda meta: meta["splits"]["train"]["files"][1].update(name="../train-00001.bin"), "file 1 is '../train-"),
-    (lambda meta: meta["tokenizer"].update(vocab_size=65537), "tokenizer.vocab_size: Input should be less"),
-    (lambda meta: meta.update(unknown=1, more=2), "unknown: Unexpected keyword argument, and 1 more"),
-])  # fmt: skip
-def test_meta_of_another_form(tmp_path, change, says):
+def test_meta_without_validation(tmp_path):
     write_set(tmp_path / "set")
-    edit_meta(tmp_path / "set", change)
+    edit_meta(tmp_path / "set", lambda meta: meta["splits"].pop("val"))
+    with pytest.raises(DataError, match="meta.json: .*splits train, expected train, val.*--force$"):
+        check_dataset(tmp_path / "set", 257)
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "says"),
+    [
+        ("splits train", {"tokens": 24}, "train has 24 tokens, its files 25"),
+        ("splits train files 1", {"name": "../train-00001.bin"}, "file 1 is '../train-"),
+        ("tokenizer", {"vocab_size": 65537}, "tokenizer.vocab_size: Input should be less"),
+        ("", {"unknown": 1, "more": 2}, "unknown: Unexpected keyword argument, and 1 more"),
+    ],
+)
+def test_meta_of_another_form(tmp_path, keys, change, says):
+    def change_part(meta):
+        for key in keys.split():
+            meta = meta[int(key) if key.isdigit() else key]
+        meta.update(change)
+
+    write_set(tmp_path / "set")
+    edit_meta(tmp_path / "set", change_part)
     with pytest.raises(DataError) as caught:
         check_dataset(tmp_path / "set", 257)
     assert str(caught.value).startswith(f"{tmp_path}/set/meta.json: ") and says in str(caught.value)
@@ -179,10 +203,11 @@ def test_meta_that_cannot_be_read(tmp_path, meta):
 
 def test_sets_that_are_not_there(tmp_path):
     (tmp_path / "books").mkdir()
+    command = "python -m data.prepare"
     for name, says in {
-        "stdlib": f"stdlib: no such data set. Prepare it: python -m data.prepare stdlib --out {tmp_path}",
-        "mybok": f"python -m data.prepare text --source FILES --name mybok --out {tmp_path}",
-        "books": "books: half-prepared. Resume with the command that began it: python -m data.prepare text --source",
+        "stdlib": f"stdlib: no such data set. Prepare it: {command} stdlib --out {tmp_path}",
+        "mybok": f"{command} text --source FILES --name mybok --out {tmp_path}",
+        "books": f"half-prepared. Resume with the command that began it: {command} text --source",
     }.items():
         with pytest.raises(DataError, match=re.escape(says)):
             check_dataset(tmp_path / name, 257)
@@ -205,13 +230,10 @@ def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(tmp_path, monkey
         if 350 in range(9 * w, 9 * w + 10) or 380 in range(9 * w, 9 * w + 10)
     ]
     assert len(bad) == 2
-    says = "train split of .*set: id (257|999) at token 3[58]0, expected below 257. Find the damaged file with"
+    fault = "train split of .*set: id (257|999) at token 3[58]0, expected below 257"
+    says = f"{fault}. Find the damaged file with python -m data.verify"
     for w in range(549 // 9):
-        with (
-            pytest.raises(DataError, match=f"{says} python -m data.verify")
-            if w in bad
-            else nullcontext()
-        ):
+        with pytest.raises(DataError, match=says) if w in bad else nullcontext():
             windows(tokens, np.array([0, w, 1]), 9)
     windows(tokens, np.array([0]), 349)
     for length in (350, 549):  # the last target; from the first shard into the third

@@ -85,7 +85,7 @@ def test_every_set_has_its_part_of_the_rows(weights, first):
 
 
 def tokens_from(first, count):
-    """Tokens first, first + 1, …: a window's first token says of which set it is, and which window."""
+    """Tokens first, first + 1, …: a window's first token tells its set and its number."""
     return Tokens([np.arange(first, first + count, dtype=np.uint16)])
 
 

@@ -57,7 +57,7 @@ def test_one_document_is_cut(run, tmp_path, name):
 
 
 def test_a_few_documents_are_cut_each(run, tmp_path, small_batches, many_workers):
-    """With end-of-text between the parts of different documents, and in the order of the documents."""
+    """With end-of-text between the parts of different documents, in the order of the documents."""
     texts = [f"{i} {LINES}"[: 200 * i] for i in range(1, 10)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(["", *texts[:5], " "]))
     (tmp_path / "b.jsonl").write_bytes(jsonl(texts[5:]))
@@ -84,16 +84,19 @@ def test_very_many_documents_are_not_cut(run, tmp_path):
     assert 5 <= read_meta(tmp_path / "out/text").splits["val"].documents <= 20
 
 
-@pytest.mark.parametrize(("files", "more", "message"), [
-    ({"in/a.txt": b" \n", "in/b.txt": b""}, (), r"no documents to read.* with --source"),
-    ({"in/a.txt": b"\xff"}, ("--skip-bad",), r"no documents to read.* with --source"),
-    ({"in/a.txt": b"x", "v.txt": b" "}, ("--val-source", "v.txt"), r"no documents to read.* with --val-source"),
-    ({"in/a.txt": b"x"}, ("--val-source", "in/a.txt"), "in/a.txt is in --source and in --val-source: take it out"),
-    ({"in/a.txt": b"x"}, ("--val-source", "in", "--val-fraction", "0.1"), "--val-source replaces --val-fraction"),
-])  # fmt: skip
-def test_what_cannot_work(run, tmp_path, monkeypatch, files, more, message):
-    monkeypatch.chdir(write_tree(tmp_path, files))
-    out = run("text", "--source", "in", *more, code=2)
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        (b" \n", "", r"no documents to read.* with --source"),
+        (b"\xff", "--skip-bad", r"no documents to read.* with --source"),
+        (b"x", "--val-source empty.txt", r"no documents to read.* with --val-source"),
+        (b"x", "--val-source in/a.txt", "in/a.txt is in --source and in --val-source: take it out"),
+        (b"x", "--val-source in --val-fraction 0.1", "--val-source replaces --val-fraction"),
+    ],
+)
+def test_what_cannot_work(run, tmp_path, monkeypatch, text, more, message):
+    monkeypatch.chdir(write_tree(tmp_path, {"in/a.txt": text, "in/b.txt": b"", "empty.txt": b" "}))
+    out = run("text", "--source", "in", *more.split(), code=2)
     assert re.search(message, out) and not (tmp_path / "out").exists()
 
 

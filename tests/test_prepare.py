@@ -242,27 +242,30 @@ PROOF_PILE = (
 )
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 SAMPLE = (FINEWEB, ["sample/10BT/000.parquet", "sample/10BT/001.parquet"], parquet)
+DEFAULT = (FINEWEB, ["data/a/0.parquet", "data/b/0.parquet"], parquet)
+PG19 = ("emozilla/pg19", ["data/train-0.parquet", "data/train-1.parquet"], parquet)
 
 
-@pytest.mark.parametrize(("corpus", "options", "repo", "names", "write"), [
-    ("fineweb-edu", {}, *SAMPLE),
-    ("fineweb-edu", {"config": "default"}, FINEWEB, ["data/a/0.parquet", "data/b/0.parquet"], parquet),
-    ("arxiv", {}, *PROOF_PILE),
-    ("pg19", {"revision": "v1"}, "emozilla/pg19", ["data/train-0.parquet", "data/train-1.parquet"], parquet),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("corpus", "options", "repo", "names", "write"),
+    [
+        ("fineweb-edu", {}, *SAMPLE),
+        ("fineweb-edu", {"config": "default"}, *DEFAULT),
+        ("arxiv", {}, *PROOF_PILE),
+        ("pg19", {"revision": "v1"}, *PG19),
+    ],
+)
 def test_a_corpus_of_the_hub(run, hub, tmp_path, corpus, options, repo, names, write):
-    texts, revision = corpus_texts(), options.get("revision", REVISION)
+    texts = corpus_texts()
+    revision = options.get("revision", REVISION)
     upload(hub, repo, names, texts, write, revision)
-    others = [f"validation-{Path(name).name}" for name in names] + ["data/test-0.parquet"] * (
-        corpus == "pg19"
-    )
+    others = [f"validation-{Path(name).name}" for name in names]
+    if corpus == "pg19":
+        others.append("data/test-0.parquet")
     upload(hub, repo, others, ["no"], write, revision)
-    args = [
-        corpus,
-        "--val-fraction",
-        0.2,
-        *[word for name in options for word in (f"--{name}", options[name])],
-    ]
+    args = [corpus, "--val-fraction", 0.2]
+    for name, value in options.items():
+        args += [f"--{name}", value]
     assert "2 files" in run(*args)
     assert documents_of(tmp_path / "out" / corpus) == split_of(texts, 0.2)
     source = check_dataset(tmp_path / "out" / corpus, 257).source
@@ -305,8 +308,12 @@ def test_a_lost_connection_and_a_hub_out_of_reach(run, hub, tmp_path, monkeypatc
     out = run("fineweb-edu", code=2)
     assert "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu is unreachable" in out
     assert "OfflineModeIsEnabled" in out
-    command = "hf download HuggingFaceFW/fineweb-edu --repo-type dataset --include 'sample/10BT/*.parquet' --local-dir"
-    assert command in out and "--source FOLDER" in out and not [*(tmp_path / "out").iterdir()]
+    command = f"hf download {FINEWEB} --repo-type dataset --include 'sample/10BT/*.parquet'"
+    assert (
+        f"{command} --local-dir" in out
+        and "--source FOLDER" in out
+        and not [*(tmp_path / "out").iterdir()]
+    )
 
 
 def test_a_set_of_own_text_is_named_after_its_only_file_or_folder():
@@ -325,23 +332,26 @@ def test_a_set_of_own_text_is_named_after_its_only_file_or_folder():
     assert prepare.parse_arguments(["text", "--source", "a.txt", "--name", "b"]).name == "b"
 
 
-@pytest.mark.parametrize(("args", "message"), [
-    ([], r"which corpus\? One of stdlib, text, shakespeare, fineweb-edu.*--list describes"),
-    (["books3"], r"books3 needs files: add --source.*withdrawn for copyright.*pg19"),
-    (["shakespeare"], "shakespeare needs files: add --source with input.txt .*download it: https://"),
-    (["text", "--source", "x", "--roots", "x"], "--roots belongs to the corpus stdlib: text takes --source"),
-    (["fineweb-edu", "--config", "sample-1BT"], "no --config sample-1BT: choose one of sample-10BT, sample-100BT"),
-    (["pg19", "--revision", "main", "--source", "x"], "--revision belongs to a data set on the hub"),
-    (["text", "--source", "absent"], "absent: no such file or folder: correct --source"),
-    (["stdlib", "--name", "../x"], "only letters, digits"),
-    (["text", "--source", "x", "--name", "stdlib"], "--name stdlib is the name of a corpus"),
-    (["stdlib", "--val-fraction", "nan"], "nan: expected a number between 0 and 1"),
-    (["stdlib", "--shard-tokens", "0"], "--shard-tokens 0: expected at least 1"),
-    (["stdlib", "--workers", "0"], "--workers 0: expected at least 1"),
-    (["stdlib", "--tokenizer", "gpt2", "--bpe-ranks", "absent"], "absent: cannot read GPT-2's BPE file"),
-])  # fmt: skip
-def test_bad_arguments(run, tmp_path, args, message):
-    assert re.search(message, run(*args, code=2), re.S)
+BAD_ARGUMENTS = {
+    "": r"which corpus\? One of stdlib, text, shakespeare, fineweb-edu.*--list describes",
+    "books3": r"books3 needs files: add --source.*withdrawn for copyright.*pg19",
+    "shakespeare": "shakespeare needs files: add --source with input.txt .*download it: https://",
+    "text --source x --roots x": "--roots belongs to the corpus stdlib: text takes --source",
+    "fineweb-edu --config 1BT": "no --config 1BT: choose one of sample-10BT, sample-100BT",
+    "pg19 --revision main --source x": "--revision belongs to a data set on the hub",
+    "text --source absent": "absent: no such file or folder: correct --source",
+    "stdlib --name ../x": "only letters, digits",
+    "text --source x --name stdlib": "--name stdlib is the name of a corpus",
+    "stdlib --val-fraction nan": "nan: expected a number between 0 and 1",
+    "stdlib --shard-tokens 0": "--shard-tokens 0: expected at least 1",
+    "stdlib --workers 0": "--workers 0: expected at least 1",
+    "stdlib --tokenizer gpt2 --bpe-ranks absent": "absent: cannot read GPT-2's BPE file",
+}
+
+
+@pytest.mark.parametrize("args", BAD_ARGUMENTS)
+def test_bad_arguments(run, tmp_path, args):
+    assert re.search(BAD_ARGUMENTS[args], run(*args.split(), code=2), re.S)
     assert not (tmp_path / "out").exists()
 
 

@@ -163,13 +163,17 @@ def begin_scenario(folder: Path, scenario: str) -> list[str]:
     source, out = folder / "in", folder / "out"
     texts = [f"{i} green bottles hanging on the wall" for i in range(7)]
     write_tree(source, {"a.jsonl": jsonl(texts[:4]), "b.jsonl": jsonl(texts[4:])})
-    begin = f"text --source {source} --tokenizer bytes --shard-tokens 60 --name set --out {out} --val-fraction".split()
+    command = f"text --source {source} --tokenizer bytes --shard-tokens 60 --name set --out {out}"
+    first = [*command.split(), "--val-fraction", "0.6"]
+    second = [*command.split(), "--val-fraction", "0.4"]
     out.mkdir()
     if scenario == "begin":
-        return [*begin, "0.4"]
-    k = -1 if scenario == "replace" else 30  # a complete set, or an unfinished one
-    assert start([*begin, "0.6"], out, k)[0] == (0 if k < 0 else -signal.SIGKILL)
-    return [*begin, "0.4", "--force"]
+        return second
+    if scenario == "replace":  # a complete set
+        assert start(first, out, -1)[0] == 0
+    else:  # an unfinished one
+        assert start(first, out, 30)[0] == -signal.SIGKILL
+    return [*second, "--force"]
 
 
 def stop_everywhere(folder: Path, scenario: str, fault) -> None:
@@ -231,12 +235,15 @@ def stop_everywhere(folder: Path, scenario: str, fault) -> None:
 INTEGRATION = pytest.mark.integration  # one scenario is in the default tier
 
 
-@pytest.mark.parametrize(("scenario", "fault", "least"), [
-    ("begin", be_killed, 30),
-    pytest.param("replace", be_killed, 40, marks=INTEGRATION),
-    pytest.param("start over", be_killed, 35, marks=INTEGRATION),
-    pytest.param("begin", be_interrupted, 30, marks=INTEGRATION),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scenario", "fault", "least"),
+    [
+        ("begin", be_killed, 30),
+        pytest.param("replace", be_killed, 40, marks=INTEGRATION),
+        pytest.param("start over", be_killed, 35, marks=INTEGRATION),
+        pytest.param("begin", be_interrupted, 30, marks=INTEGRATION),
+    ],
+)
 def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, fault, least):
     code, printed = Forked(stop_everywhere, tmp_path, scenario, fault).wait(1200)
     assert code == 0, printed[-3000:]
