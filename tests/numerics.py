@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SEED = int(os.environ.get("TEST_SEED", 0))
 SHARE = float(os.environ.get("TEST_TOLERANCE", 1))  # of each tolerance that an error may use
 GUARD = 0x7B  # 61280 in float16, 1e36 in bfloat16 and float32
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of inputs and of their references
 
 
-def seeded(number: int = 0) -> torch.Generator:
-    """A CPU generator for the inputs of a test: another one for each `number` and each TEST_SEED."""
-    return torch.Generator().manual_seed(number + 1_000_003 * SEED)
+def seeded(number: int = 0, device: str = "cpu") -> torch.Generator:
+    """A generator for the inputs of a test: another one for each `number` and each TEST_SEED."""
+    return torch.Generator(device).manual_seed(number + 1_000_003 * SEED)
 
 
 def tolerance(dtype: torch.dtype, length: int, roundings: float = 1.5) -> float:

@@ -6,7 +6,7 @@ Without a GPU the Triton kernel runs in the interpreter; test_triton.py tests th
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics import assert_near, guarded_buffers, seeded, tolerance
+from numerics import DEVICE, assert_near, guarded_buffers, seeded, tolerance
 from test_kernels import BytesMade
 
 from configure import Config
@@ -14,7 +14,6 @@ from kernels import cross_entropy, find_triton_problem
 from kernels.cross_entropy import linear_cross_entropy
 from runtime.memory import logits_bytes
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *HALF)
 SHAPES = {  # N, C, V

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from numerics import assert_near, seeded, tolerance
+from numerics import DEVICE, assert_near, seeded, tolerance
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -317,7 +317,7 @@ def test_backends_by_name():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_torch_equals_reference_on_gpu(case, dtype):
-    assert_equals_reference(*make_inputs(*CASES[case], case, dtype, "cuda"))
+    assert_equals_reference(*make_inputs(*CASES[case], case, dtype, DEVICE))
 
 
 def test_memory_stays_bounded_when_all_tokens_choose_the_same_experts():

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import test_kernels
 import torch
-from numerics import assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
+from numerics import DEVICE, assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
 from test_kernels import CASES, FORMS, make_inputs
 
 import kernels
@@ -231,13 +231,22 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     assert_same(gated[far:], torch.nn.functional.gelu(wanted))
 
     tall[far:] = near
-    d_w, last = virtual(2**20 + 1, width, width), torch.tensor([2**20])
-    bounds = torch.zeros(2**20 + 2, dtype=torch.int32)
-    bounds[-2:] = ends
+    d_w = torch.zeros(1, width, width)
+    tail = 1, True, 1, 64, 64, 64  # experts, GATHER_A, TOP_K and the tile
     triton_experts.weight_grad_kernel[(1,)](
-        near, tall, order, bounds, last, d_w, 64, 64, True, 1, 64, 64, 64
+        near, tall, order, ends, d_w, d_w, far + 64, width, width, *tail
     )
-    assert_same(d_w[-1], (near.float().T @ near.float()).half())
+    assert_same(d_w[0], near.float().T @ near.float())
+
+    wide = 2**15  # the fifth expert's matrix starts at 2^32
+    d_w, bounds = virtual(5, wide, wide, dtype=torch.float32), torch.zeros(6, dtype=torch.int32)
+    bounds[-1] = 3
+    rows = torch.rand(3, wide, generator=some).half()
+    triton_experts.weight_grad_kernel[(1,)](
+        rows, rows, order[far:], bounds, d_w, d_w, 64, wide, wide, 5, *tail[1:]
+    )
+    corner = rows[:, :64].float()
+    assert_same(d_w[4, :64, :64], corner.T @ corner)
 
     triton_experts.combine_kernel[(1,)](tall, ends - 1, out, 1, width, 2, 4, 64)
     assert_same(out[0], near[2])  # and the row before `far`, of zeros
@@ -299,10 +308,10 @@ def test_fake_experts_are_as_the_real_ones(form):
     x, d_out, silu = x.half(), d_out.half(), activation == "silu"
     copies = w_in.half(), w_out.half()
     _, *kept = run_and_check_fake(
-        triton_experts.experts_forward, x, w_in, w_out, weights, experts, silu, *copies
+        triton_experts.compute_experts.forward, x, w_in, w_out, weights, experts, silu, *copies
     )
     further = d_out, x, *copies, weights, *kept, silu, torch.float32
-    gradients = run_and_check_fake(triton_experts.experts_backward, *further)
+    gradients = run_and_check_fake(triton_experts.compute_experts.backward, *further)
     assert [t.dtype for t in gradients] == [torch.float16, *[torch.float32] * 3]
 
 
@@ -346,14 +355,14 @@ def make_full_inputs(name, routing, dtype):
     idle.
     """
     N, C, H, E, K = FULL[name]
-    some = torch.Generator("cuda").manual_seed(seeded().initial_seed())
+    some = seeded(device=DEVICE)
     x, w_in, w_out, d_out = (
-        torch.randn(shape, generator=some, device="cuda") * scale
+        torch.randn(shape, generator=some, device=DEVICE) * scale
         for shape, scale in (((N, C), 1), ((E, C, H), C**-0.5), ((E, H, C), H**-0.5), ((N, C), 1))
     )
-    scores = torch.rand(N, E, generator=some, device="cuda")
+    scores = torch.rand(N, E, generator=some, device=DEVICE)
     if routing == "skewed":
-        scores /= torch.arange(1, E + 1, device="cuda") ** 0.5
+        scores /= torch.arange(1, E + 1, device=DEVICE) ** 0.5
     if routing == "collapsed":
         scores[:, :K] += 1
     if routing == "idle":

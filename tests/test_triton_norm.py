@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from numerics import assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
+from numerics import DEVICE, assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
 from torch import nn
 
 from kernels import add_norm
@@ -16,8 +16,6 @@ pytest.importorskip("triton")
 from kernels import triton_norm  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
-# where conftest.py turns the interpreter on
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NORMS = {
     "layernorm": (nn.LayerNorm, {"bias": False}),
     "biased": (nn.LayerNorm, {}),
@@ -37,9 +35,10 @@ def small_tiles(monkeypatch, request):
 def make_inputs(name, shape, y_dtype=None):
     """[x, y, parameters of the norm], the norm, and the gradients of x + y and of both norms."""
     (kind, options), g = NORMS[name], seeded(sum(shape))
-    norm = kind(shape[-1], eps=1e-3, **options).to(DEVICE)
+    norm = kind(shape[-1], eps=1e-3, **options)
     for p in norm.parameters():
         nn.init.normal_(p, 1.0, 0.5, generator=g)
+    norm.to(DEVICE)
     x, y, *upstream = (torch.randn(shape, generator=g).to(DEVICE) for _ in range(5))
     y = None if y_dtype is None else y.to(y_dtype).requires_grad_()
     return [(x + 3).requires_grad_(), y, *norm.parameters()], norm, upstream
@@ -108,10 +107,10 @@ def test_fake_norm_is_as_the_real_one(y):
     x, w = torch.randn(2, 3, 5), torch.ones(5)
     for bias, exact in ((w, True), (None, False)):
         out = run_and_check_fake(
-            triton_norm.add_norm_forward, x, y, w, bias, 1e-5, exact, torch.float16, exact
+            triton_norm.normalize_sum.forward, x, y, w, bias, 1e-5, exact, torch.float16, exact
         )
         others = 1e-5, exact, x.dtype if y is None else y.dtype, bias is not None
-        run_and_check_fake(triton_norm.add_norm_backward, *out, x, w, *others)
+        run_and_check_fake(triton_norm.normalize_sum.backward, *out, x, w, *others)
 
 
 @pytest.mark.numerics
