@@ -44,6 +44,13 @@ def main(argv: list[str] | None = None) -> int:
         if name == "moe":
             subparser.add_argument("--shape", nargs=5, type=int, metavar=("N", "C", "H", "E", "K"))
             subparser.add_argument("--dtype", nargs="+", choices=DTYPES)
+            subparser.add_argument(
+                "--fullest",
+                nargs="+",
+                type=float,
+                metavar="TIMES",
+                help="loads of the fullest expert, in means; 0: about equal loads",
+            )
             subparser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
         else:
             subparser.add_argument("config", help="config file; --section.key=value overrides it")

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import random
 import statistics
 import sys
 import time
@@ -20,6 +21,9 @@ from runtime import distributed
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 WARM_UP = 2  # rounds
 FLUSH_BYTES = 2**28  # more than any L2 cache
+MOST_AHEAD = 0.02  # seconds that the device waits for the host; both passes launch in 3 ms
+ORDER_SEED = 0  # of the order of alternatives in each round
+CLOCK = 2e9  # cycles a second, about a GPU's highest: of the wait for the host
 
 
 class Benchmark:
@@ -30,6 +34,7 @@ class Benchmark:
 
     def __init__(self, args: Namespace, device: torch.device, title: str, *notes: str) -> None:
         self.args, self.device = args, device
+        self.host: dict[tuple, float] = {}  # median seconds until a function returns
         self.cold = (
             torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
             if device.type == "cuda"
@@ -59,23 +64,36 @@ class Benchmark:
         if self.args.json:
             write_atomic(self.args.json, json.dumps(self.data, indent=1) + "\n")
 
-    def time(self, functions: Mapping[tuple, Callable[[], object]]) -> dict[tuple, float]:
+    def time(
+        self, functions: Mapping[tuple, Callable[[], object]], queued: bool = False
+    ) -> dict[tuple, float]:
         """Time each function once per round, in turn, so that slow moments of the machine hit all of them alike.
 
-        On a GPU a call begins with an empty L2 cache, as in training, and is timed by events.
-        Emptying the cache (1 GB of zeros) lets the host run some 0.4 ms ahead: launches count where
-        the device has to wait for them, as they would in training.
+        Each round has another order, drawn from a fixed seed: whoever follows the largest model
+        finds its data in the cache. On a GPU a call starts with an empty L2 cache, as in training,
+        and is timed by events. Emptying the cache (1 GB of zeros) lets the host run some 0.4 ms
+        ahead: launches count where the device has to wait for them, as they would in training.
+
+        Args:
+            functions: {name: function}.
+            queued: on a GPU, let the device wait until the host has launched everything, so that
+                kernels alone are timed. `host` has the host's part.
 
         Returns:
             {name: median, seconds}, without functions that raised RuntimeError, which are skipped.
         """
         seconds: dict[tuple, list[float]] = {name: [] for name in functions}
-        for turn in progress_bar(
-            iterable=range(self.args.rounds + WARM_UP), desc="rounds", leave=False
-        ):
-            for name in list(seconds):
+        host: dict[tuple, list[float]] = {name: [] for name in functions}
+        shuffle = random.Random(ORDER_SEED).shuffle
+        n_round = self.args.rounds + WARM_UP
+        for _ in progress_bar(iterable=range(n_round), desc="rounds", leave=False):
+            order = list(seconds)
+            shuffle(order)
+            for name in order:
+                # a function that waits for the device takes longer the longer that waits
+                ahead = min(2 * host[name][-1], MOST_AHEAD) if queued and host[name] else 0.0
                 try:
-                    taken = time_once(functions[name], self.cold)
+                    taken, of_host = time_once(functions[name], self.cold, ahead)
                 # out of memory, no kernel for this type, a graph that does not compile
                 except RuntimeError as error:
                     del seconds[name]
@@ -85,9 +103,11 @@ class Benchmark:
                     )
                     print(f"skipped {label}: {reason}", flush=True)
                     continue
-                if turn >= WARM_UP:
-                    seconds[name].append(taken)
-        return {name: statistics.median(times) for name, times in seconds.items()}
+                seconds[name].append(taken)
+                host[name].append(of_host)
+        medians = {name: statistics.median(times[WARM_UP:]) for name, times in seconds.items()}
+        self.host = {name: statistics.median(host[name][WARM_UP:]) for name in medians}
+        return medians
 
     def add_table(self, columns: list[str], rows: list[list[Any]]) -> None:
         """Print a table of texts, numbers and None (a dash), and add its rows to the JSON file."""
@@ -119,21 +139,32 @@ class Benchmark:
         )
 
 
-def time_once(function: Callable[[], object], cold: torch.Tensor | None) -> float:
-    """Seconds of one call: of the host's clock, or of CUDA events after filling the L2 cache with `cold`."""
+def time_once(
+    function: Callable[[], object], cold: torch.Tensor | None, ahead: float = 0.0
+) -> tuple[float, float]:
+    """Time one call: seconds of the device, and seconds until the function returned.
+
+    On a GPU these are between CUDA events after filling the L2 cache with `cold`; the device first
+    waits for `ahead` seconds.
+    """
     if cold is None:
         start = time.perf_counter()
         function()
-        return time.perf_counter() - start
+        taken = time.perf_counter() - start
+        return taken, taken
     torch.cuda.synchronize(cold.device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if ahead:
+        torch.cuda._sleep(int(ahead * CLOCK))
     for _ in range(4):
         cold.zero_()
     begin.record()
+    start = time.perf_counter()
     function()
+    taken = time.perf_counter() - start
     end.record()
     torch.cuda.synchronize(cold.device)
-    return begin.elapsed_time(end) / 1000
+    return begin.elapsed_time(end) / 1000, taken
 
 
 def divide(a: float | None, b: float | None) -> float | None:

@@ -63,12 +63,12 @@ def run_dense(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 
 def make_inputs(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fullest: float = 0.0
 ) -> tuple[list[Tensor], Tensor]:
     """Make [x, w_in, w_out, weights, experts] for `kernels.expert_mlp` and the output's gradient (N, C).
 
-    Random, with about equal loads. `shape` is (N, C, H, E, K); weights are fp32, experts int64, all
-    else `dtype`.
+    Random, with about equal loads; with `fullest`, expert 0 has so many times the mean load.
+    `shape` is (N, C, H, E, K); weights are fp32, experts int64, all else `dtype`.
     """
     N, C, H, E, K = shape
     generator = torch.Generator(device).manual_seed(0)
@@ -76,7 +76,12 @@ def make_inputs(
     def draw(*size: int, std: float = 1.0) -> Tensor:
         return torch.randn(*size, generator=generator, device=device) * std
 
-    weights, experts = draw(N, E).softmax(-1).topk(K)
+    scores = draw(N, E)
+    if fullest:
+        scores[:, 0] = -torch.inf
+        scores[: round(fullest * N * K / E), 0] = torch.inf
+    experts = scores.topk(K).indices
+    weights = draw(N, E).softmax(-1).gather(1, experts)
     leaves = [
         draw(N, C).to(dtype),
         draw(E, C, H, std=C**-0.5).to(dtype),
@@ -99,24 +104,31 @@ def bench_moe(args: Namespace, overrides: list[str]) -> Benchmark:
         raise RunError(
             f"--shape {N} {C} {H} {E} {K}: all sizes must be at least 1, and K at most E"
         )
+    for fullest in args.fullest or ():
+        if not 0 <= fullest <= E / K:
+            raise RunError(f"--fullest {fullest:g}: expected 0 to E/K = {E / K:g} times the mean")
     notes = (
         "TFLOP/s: of 4·N·K·C·H FLOPs forward, three times that with backward",
         f"matmul ceiling: the fastest square product of side {', '.join(map(str, CEILING[device.type]))}",
         "saved MB: what the graph keeps for the backward pass, without inputs",
+        "ms: of the device, which waits until all is launched; host ms: to launch both passes",
     )
     bench = Benchmark(args, device, f"N {N}, C {C}, H {H}, E {E}, K {K}", *notes)
     for name in args.dtype or (
         ["float16", "bfloat16"] if device.type == "cuda" else ["float32", "bfloat16"]
     ):
-        time_implementations(bench, name, shape)
+        for fullest in args.fullest or [0.0]:
+            time_implementations(bench, name, shape, fullest)
     return bench
 
 
-def time_implementations(bench: Benchmark, name: str, shape: tuple[int, ...]) -> None:
-    """Time all implementations in the dtype of this name, and add their table."""
+def time_implementations(
+    bench: Benchmark, name: str, shape: tuple[int, ...], fullest: float
+) -> None:
+    """Time all implementations in the dtype of this name, under loads of `make_inputs`, and add their table."""
     N, C, H, _, K = shape
     device, dtype, sides = bench.device, DTYPES[name], CEILING[bench.device.type]
-    inputs, d_out = make_inputs(shape, dtype, device)
+    inputs, d_out = make_inputs(shape, dtype, device, fullest)
     calls = {what: partial(function, *inputs) for what, function in ALTERNATIVES.items()}
     x, w_in, w_out = (leaf.detach() for leaf in inputs[:3])
     dense = [x.clone(), w_in[:K].transpose(0, 1).flatten(1), w_out[:K].flatten(0, 1).clone()]
@@ -129,7 +141,7 @@ def time_implementations(bench: Benchmark, name: str, shape: tuple[int, ...]) ->
         functions["ceiling", side] = partial(
             torch.mm, *torch.randn(2, side, side, device=device).to(dtype)
         )
-    median = bench.time(functions)
+    median = bench.time(functions, queued=True)
     ceiling = max(2 * side**3 / median["ceiling", side] for side in sides)
     rows: list[list[Any]] = []
     for what, seconds in ((what, median[what, way]) for what, way in median if way == "both"):
@@ -138,19 +150,23 @@ def time_implementations(bench: Benchmark, name: str, shape: tuple[int, ...]) ->
         row = [
             what,
             name,
+            fullest or None,
             1000 * median[what, "forward"],
             1000 * seconds,
+            1000 * bench.host[what, "both"],
             *over,
             rate / 1e12,
             rate / ceiling,
         ]
         rows.append([*row, count_saved_bytes(calls[what]) / 1e6])
-    rows.append(["matmul ceiling", name, None, None, None, None, ceiling / 1e12, 1.0, None])
+    rows.append(["matmul ceiling", name, *[None] * 6, ceiling / 1e12, 1.0, None])
     columns = [
         "implementation",
         "dtype",
+        "fullest",
         "forward ms",
         "forward+backward ms",
+        "host ms",
         "over dense",
         "over kernels",
     ]

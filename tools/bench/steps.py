@@ -34,6 +34,8 @@ class Step:
         self, config: Config, device: torch.device, peer: type[NanoChat] | None = None
     ) -> None:
         self.config, self.device, self.peer = config, device, peer
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.loss: Tensor | None = None  # of the graph's passes
         self.dtype = distributed.pick_dtype(config.train.dtype, device, config.model.router)
         self.tokens = config.train.micro_batch_size * config.model.block_size
 
@@ -65,24 +67,46 @@ class Step:
 
     def __call__(self) -> None:
         """Run the step; its gradients are dropped."""
+        _, optimizer, updates, _ = self.parts
+        try:
+            if self.graph is not None and self.loss is not None:
+                self.graph.replay()
+                loss = self.loss
+            else:
+                loss = self.run_passes()
+            # at rate 0, so that weights and routing stay those of the start
+            updates.step(0, 0.0, loss)
+        finally:  # also when memory ran out
+            if not self.graph:  # which writes the gradients where they are
+                optimizer.zero_grad(set_to_none=True)
+
+    def run_passes(self) -> Tensor:
+        """Run the forward and the backward pass; return the loss, ()."""
         model, optimizer, updates, (x, y) = self.parts
         checkpointing = self.config.train.activation_checkpointing
-        try:
-            once = (
-                nullcontext()
-                if checkpointing
-                else model.cast_once(self.dtype, optimizer.valid_copies())
-            )
-            with (
-                once,
-                torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32),
-            ):
-                loss = model(x, y).loss
-            (loss * updates.scale).backward()
-            # at rate 0, so that weights and routing stay those of the start
-            updates.step(0, 0.0, loss.detach())
-        finally:  # also when memory ran out
-            optimizer.zero_grad(set_to_none=True)
+        once = (
+            nullcontext()
+            if checkpointing
+            else model.cast_once(self.dtype, optimizer.valid_copies())
+        )
+        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        with once, autocast:
+            loss = model(x, y).loss
+        (loss * updates.scale).backward()
+        return loss.detach()
+
+    def capture(self) -> None:
+        """Capture both passes in a CUDA graph, which later steps replay."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # kernels compile, and AdamW makes its copies
+                self()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.loss = self.run_passes()
+        self.graph = graph
 
 
 def build_router(config: Config, device: torch.device) -> Callable[[], object]:
