@@ -45,8 +45,7 @@ def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
 
     Raises ConfigError if not one file.
     """
-    files: list[str] = []
-    overrides: list[str] = []
+    files, overrides = [], []
     arguments = iter(argv)
     for argument in arguments:
         if not argument.startswith("--"):

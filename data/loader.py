@@ -82,7 +82,7 @@ class Loader:
         return windows(self._tokens, self.indices(step, start, count), self._block_size)
 
     def indices(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
-        """The windows of rows [start, start + count), (count,) int64, numbered over all sets."""
+        """The windows of the same rows, (count,) int64, as `JoinedTokens` numbers them."""
         if count is None:
             count = self._batch_size - start
         assert step >= 0 and 0 <= start <= start + count <= self._batch_size
@@ -281,15 +281,12 @@ def windows(
 
 
 def prefetch(items: Iterable[T]) -> Generator[T, None, None]:
-    """Yield the items; a thread makes the next one while one is in use."""
+    """The same items; another thread makes the next one while one is in use."""
     with ThreadPoolExecutor(1) as thread:
         source = iter(items)
         end: Any = object()
         following = thread.submit(next, source, end)
-        while True:
-            item = following.result()
-            if item is end:
-                return
+        while (item := following.result()) is not end:
             following = thread.submit(next, source, end)
             yield item
 

@@ -114,7 +114,7 @@ def route(
         return None
     selection_bias, c = selection_bias.to(logits.dtype), c.to(logits.dtype)
     gamma = None if gamma is None else gamma.to(logits.dtype)
-    weights, experts, scores, loads, probability, scalars, z_loss = triton_router.route_forward(
+    weights, experts, scores, loads, probability, scalars, z_loss = triton_router.compute_routing(
         logits.contiguous(), selection_bias, c, gamma, *formula, top_k, n_sequence
     )
     return (
@@ -162,7 +162,7 @@ def add_norm(
             norm.eps,
             isinstance(norm, nn.RMSNorm),
         )
-        total, normed, full = triton_norm.add_norm_forward(*inputs, dtype, both)
+        total, normed, full = triton_norm.normalize_sum(*inputs, dtype, both)
         return total, normed, full if both else None
     total = add(x, y)
     full = norm(total)

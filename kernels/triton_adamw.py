@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton_tiles import divide_up
+
 BLOCK = 1024  # weights of a program, 8 in a thread
 
 
@@ -55,6 +57,6 @@ def adamw_step(
     settings = lr, decay, 1 - betas[0], log1, 1 - betas[1], log2, eps
     tensors = weight, grad, mean, square, copy, count, grad_scale, found_inf
     with torch.cuda.device_of(weight):
-        adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
+        adamw_kernel[(divide_up(weight.numel(), BLOCK),)](
             *tensors, weight.numel(), *settings, BLOCK, num_warps=4
         )

@@ -301,71 +301,117 @@ def down_grad_kernel(
 
 
 @triton.jit
+def find_segments(offsets, group, share, N_EXPERT: tl.constexpr):
+    """Find the experts (first, end) that have rows in a group's share; an expert without rows is in one group, too.
+
+    The share is rows [group * share, group * share + share).
+    """
+    e = tl.arange(0, triton.next_power_of_2(N_EXPERT))
+    first = tl.load(offsets + e, mask=e < N_EXPERT, other=2**31 - 1)
+    # an expert without rows behind the last row counts as one that has it
+    last = tl.maximum(tl.load(offsets + N_EXPERT), 1) - 1
+    first = tl.where(e < N_EXPERT, tl.minimum(first, last), first)
+    end = tl.load(offsets + e + 1, mask=e < N_EXPERT, other=2**31 - 1)
+    start = group * share
+    before = tl.sum(((first < start) & (end <= start)).to(tl.int32), 0)
+    until = tl.sum((first < start + share).to(tl.int32), 0)
+    return before.to(tl.int64), until.to(tl.int64)
+
+
+@triton.jit
 def weight_grad_kernel(
     a,
     b,
     order,
     offsets,
-    largest,
     out,
+    partial,
+    share,
     A: tl.constexpr,
     B: tl.constexpr,
+    N_EXPERT: tl.constexpr,
     GATHER_A: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Fill out (E, A, B): the sum over an expert's rows of aᵀ b.
+    """Fill out (E, A, B): the sum over an expert's rows of aᵀ b; or out and partial (groups, A, B).
 
     One of a (_, A), b (_, B) is by token, one by row.
 
-    `largest` (E,) lists the experts by descending number of rows: the longest programs must not
-    start last.
+    The rows are cut into groups of `share` rows, a multiple of DEPTH, whatever experts they belong
+    to, so all programs do equal work under any loads. The programs of a group, one for each tile of
+    (A, B), read the same rows. An expert's rows in the group where they start are summed in `out`,
+    those in each later group in its part of `partial`: add_partial_kernel adds them.
 
     The loop loads the next step's tokens while it multiplies: an index that is loaded in the step
     that uses it splits Triton's pipeline into two levels, which leaves two buffers and drains them
-    in every step. Past an expert's end only the operand by row is masked: its zeros meet a row of
-    the expert's last token.
+    in every step. Past a segment's end only the operand by row is masked: its zeros meet a row of
+    the segment's last token.
     """
     N_COL: tl.constexpr = (B + COLS - 1) // COLS
     N_TILE: tl.constexpr = (A + ROWS - 1) // ROWS * N_COL
     MAIN: tl.constexpr = main_part(COLS)
     EVEN: tl.constexpr = A % ROWS == 0 and B % COLS == 0
-    expert = tl.load(largest + tl.program_id(0) // N_TILE)
+    group = tl.program_id(0) // N_TILE
     tile = tl.program_id(0) % N_TILE
-    a_col = tile // N_COL * ROWS + tl.arange(0, ROWS)
-    b_col = tile % N_COL * COLS + tl.arange(0, MAIN)
-    first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
-    step = tl.arange(0, DEPTH)
-    last = end - 1
-    token = (
-        tl.load(order + tl.minimum(first + step, last), mask=first + 0 * step < end, other=0)
-        // TOP_K
-    )
-    total = tl.zeros((ROWS, MAIN), tl.float32)
-    if COLS > MAIN:
-        c_col = tile % N_COL * COLS + MAIN + tl.arange(0, COLS - MAIN)
-        rest = tl.zeros((ROWS, COLS - MAIN), tl.float32)
-    for done in range(first, end, DEPTH):
-        row = done + step
-        following = tl.load(order + tl.minimum(row + DEPTH, last)) // TOP_K
-        a_row = (token if GATHER_A else row).to(tl.int64)
-        b_row = (row if GATHER_A else token).to(tl.int64)
-        a_tile = load_tile(a, a_row, a_col, end, A, A, not GATHER_A, not EVEN).T
-        total = dot(a_tile, load_tile(b, b_row, b_col, end, B, B, GATHER_A, not EVEN), total)
+    start = group * share
+    before, until = find_segments(offsets, group, share, N_EXPERT)
+    for expert in range(before, until):
+        a_col = tile // N_COL * ROWS + tl.arange(0, ROWS)
+        b_col = tile % N_COL * COLS + tl.arange(0, MAIN)
+        step = tl.arange(0, DEPTH)
+        first = tl.maximum(tl.load(offsets + expert), start)
+        end = tl.minimum(tl.load(offsets + expert + 1), start + share)
+        last = end - 1
+        token = (
+            tl.load(order + tl.minimum(first + step, last), mask=first + 0 * step < end, other=0)
+            // TOP_K
+        )
+        total = tl.zeros((ROWS, MAIN), tl.float32)
         if COLS > MAIN:
-            rest = dot(a_tile, load_tile(b, b_row, c_col, end, B, B, GATHER_A, not EVEN), rest)
-        token = following
-    place = out + expert.to(tl.int64) * A * B + a_col[:, None] * B
-    tl.store(
-        place + b_col[None, :],
-        total.to(out.dtype.element_ty),
-        mask=(a_col < A)[:, None] & (b_col < B)[None, :],
-    )
-    if COLS > MAIN:
-        inside = (a_col < A)[:, None] & (c_col < B)[None, :]
-        tl.store(place + c_col[None, :], rest.to(out.dtype.element_ty), mask=inside)
+            c_col = tile % N_COL * COLS + MAIN + tl.arange(0, COLS - MAIN)
+            rest = tl.zeros((ROWS, COLS - MAIN), tl.float32)
+        for done in range(first, end, DEPTH):
+            row = done + step
+            following = tl.load(order + tl.minimum(row + DEPTH, last)) // TOP_K
+            a_row = (token if GATHER_A else row).to(tl.int64)
+            b_row = (row if GATHER_A else token).to(tl.int64)
+            a_tile = load_tile(a, a_row, a_col, end, A, A, not GATHER_A, not EVEN).T
+            total = dot(a_tile, load_tile(b, b_row, b_col, end, B, B, GATHER_A, not EVEN), total)
+            if COLS > MAIN:
+                rest = dot(a_tile, load_tile(b, b_row, c_col, end, B, B, GATHER_A, not EVEN), rest)
+            token = following
+        # not before the loop, which needs the registers
+        target = out + expert * (A * B)
+        if tl.load(offsets + expert) < start:
+            target = partial + group.to(tl.int64) * A * B
+        place = target + a_col[:, None] * B
+        tl.store(place + b_col[None, :], total, mask=(a_col < A)[:, None] & (b_col < B)[None, :])
+        if COLS > MAIN:
+            inside = (a_col < A)[:, None] & (c_col < B)[None, :]
+            tl.store(place + c_col[None, :], rest, mask=inside)
+
+
+@triton.jit
+def add_partial_kernel(
+    offsets, partial, out, share, SIZE: tl.constexpr, N_EXPERT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add to out (E, SIZE), for each expert in several groups, its sums in the later ones, partial (groups, SIZE)."""
+    N_BLOCK: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    group = tl.program_id(0) // N_BLOCK + 1
+    expert, _ = find_segments(offsets, group, share, N_EXPERT)
+    if expert < N_EXPERT:
+        first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+        # in the group before this one the expert's rows start
+        if (first < group * share) & (first >= (group - 1) * share):
+            index = tl.program_id(0) % N_BLOCK * BLOCK + tl.arange(0, BLOCK)
+            target = out + expert * SIZE + index
+            total = tl.load(target, mask=index < SIZE)
+            for later in range(group.to(tl.int64), (end + share - 1) // share):
+                total += tl.load(partial + later * SIZE + index, mask=index < SIZE)
+            tl.store(target, total, mask=index < SIZE)
 
 
 @triton.jit

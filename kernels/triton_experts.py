@@ -4,14 +4,16 @@ kernels/triton_expert_kernels.py describes the algorithm and holds the kernels. 
 TRITON_INTERPRET=1 set before this module is imported, they run on CPU tensors, slowly.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.operators import define_operator
 from kernels.triton_expert_kernels import (
+    add_partial_kernel,
     combine_kernel,
     down_grad_kernel,
     rows_ahead_kernel,
@@ -20,7 +22,11 @@ from kernels.triton_expert_kernels import (
     weight_grad_kernel,
 )
 from kernels.triton_schedule import Schedule, sort_rows
-from kernels.triton_tiles import INTERPRETED  # noqa: F401  # kernels.find_triton_problem reads it here
+from kernels.triton_tiles import (
+    INTERPRETED,  # noqa: F401  # kernels.find_triton_problem reads it here
+    divide_up,
+    power_of_2,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -76,6 +82,7 @@ WIDTHS = (384, 256, 192, 128, 96, 64, 48, 32)
 FLOAT32_TILE = Tile(32, 64, 32, 4, 2)
 
 
+@cache
 def fit_tile(block: int, size: int) -> int:
     """Make `block` smaller (down to 16) as long as that saves a tenth of the work: the last block is less empty.
 
@@ -83,7 +90,7 @@ def fit_tile(block: int, size: int) -> int:
     """
     widths = [*(WIDTHS if block in WIDTHS[::2] else WIDTHS[1::2]), 16]
     for width in (width for width in widths if width < block):
-        if triton.cdiv(size, width) * width > 0.9 * triton.cdiv(size, block) * block:
+        if divide_up(size, width) * width > 0.9 * divide_up(size, block) * block:
             break
         block = width
     return block
@@ -164,7 +171,7 @@ def multiply_up(
     described = len(w_parts) > 0 and N > 0
     if not described:
         tile, w_parts = pick_tile("up", x, rows, P, C), [w_in, w_in]
-    grid = (len(table) // 3 * triton.cdiv(H, tile.cols // (1 + gated)),)
+    grid = (len(table) // 3 * divide_up(H, tile.cols // (1 + gated)),)
     sides = C, H, top_k, gated, silu, described
     up_kernel[grid](
         x, *w_parts, weights, order, table, hidden, activated, *sides, *tile[:3], **tile.options
@@ -181,15 +188,12 @@ def multiply_rows(a: Tensor, b: Tensor, table: Tensor, rows: int, transposed: bo
         ours = describe(a, tile.depth, [rows], True)
         theirs = describe(b.flatten(0, 1), tile.depth, split_width(tile.cols), transposed)
         if ours and theirs:
-            at_once = (
-                torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 4
-            )
-            grid = (min(at_once, n_tile * triton.cdiv(cols, tile.cols)),)
+            grid = (min(count_at_once(a.device), n_tile * divide_up(cols, tile.cols)),)
             sides = n_tile, depth, cols, transposed, *tile[:3]
             rows_ahead_kernel[grid](*ours, *theirs, table, out, *sides, **tile.options)
             return out
     tile = pick_tile("rows", a, rows, cols, depth)
-    grid = (n_tile * triton.cdiv(cols, tile.cols),)
+    grid = (n_tile * divide_up(cols, tile.cols),)
     rows_kernel[grid](a, b, table, out, depth, cols, transposed, *tile[:3], **tile.options)
     return out
 
@@ -200,7 +204,7 @@ def combine(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
     N = len(inverse) // top_k
     out = torch.empty(N, C, dtype=rows.dtype, device=rows.device)
     tile = (4, 256)  # a warp takes 256 columns of a token, 16 bytes per lane
-    combine_kernel[(triton.cdiv(N, tile[0]) * triton.cdiv(C, tile[1]),)](
+    combine_kernel[(divide_up(N, tile[0]) * divide_up(C, tile[1]),)](
         rows, inverse, out, N, C, top_k, *tile
     )
     return out
@@ -213,15 +217,45 @@ def weight_grad(
 
     By token is a (N, A) if gather_a, else b (N, B).
     """
-    A, B, n_expert = a.shape[1], b.shape[1], len(rows.largest)
-    by_expert = rows.order, rows.offsets, rows.largest
+    A, B, n_expert, n_row = a.shape[1], b.shape[1], len(rows.offsets) - 1, len(rows.order)
     tile = pick_tile("weight_grad", a, fit_tile(tile_rows(a), A), B)
-    out = torch.empty(n_expert, A, B, dtype=dtype, device=a.device)
-    grid = (n_expert * triton.cdiv(A, tile.rows) * triton.cdiv(B, tile.cols),)
-    weight_grad_kernel[grid](
-        a, b, *by_expert, out, A, B, gather_a, top_k, *tile[:3], **tile.options
+    n_tile = divide_up(A, tile.rows) * divide_up(B, tile.cols)
+    n_group = count_groups(n_tile, count_at_once(a.device))
+    share = max(1, divide_up(n_row, n_group * tile.depth)) * tile.depth
+    n_group = max(1, divide_up(n_row, share))
+    out = torch.empty(n_expert, A, B, dtype=torch.float32, device=a.device)
+    partial = torch.empty(n_group, A, B, dtype=torch.float32, device=a.device)
+    sides = A, B, n_expert, gather_a, top_k
+    weight_grad_kernel[(n_group * n_tile,)](
+        a, b, rows.order, rows.offsets, out, partial, share, *sides, *tile[:3], **tile.options
     )
-    return out
+    if n_group > 1:
+        block = min(4096, power_of_2(A * B))
+        add_partial_kernel[((n_group - 1) * divide_up(A * B, block),)](
+            rows.offsets, partial, out, share, A * B, n_expert, block
+        )
+    return out.to(dtype)
+
+
+@cache
+def count_at_once(device: torch.device) -> int:
+    """Multiprocessors of the device; of the interpreter 4, so that few programs have much to do."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def count_groups(n_tile: int, at_once: int) -> int:
+    """Choose how many groups of `n_tile` programs leave few of `at_once` multiprocessors idle in the last wave."""
+    best = 1
+    for n_group in range(1, at_once + 1):
+        waves = divide_up(n_group * n_tile, at_once)
+        busy = n_group * n_tile / (waves * at_once)
+        best_waves = divide_up(best * n_tile, at_once)
+        if busy > 1.03 * best * n_tile / (best_waves * at_once):
+            best = n_group
+    return best
 
 
 Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -285,7 +319,7 @@ def backward(
     with torch.cuda.device_of(x):
         d_hidden, activated = torch.empty_like(hidden), hidden.new_empty(N * top_k, H)
         tile = pick_tile("down_grad", x, rows, H, C)
-        n_col = triton.cdiv(H, tile.cols)
+        n_col = divide_up(H, tile.cols)
         d_gate = torch.empty(N, top_k, n_col, dtype=torch.float32, device=x.device)
         sides = C, H, top_k, hidden.shape[1] == 2 * H, silu
         down_grad_kernel[len(table) // 3 * n_col,](
@@ -328,22 +362,14 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(x, w_in, w_out, weights, *output[1:])
 
 
-def _backward(ctx: Any, d_out: Tensor, *others: None) -> tuple[Tensor | None, ...]:
-    return (
-        *experts_backward(d_out, *ctx.saved_tensors, ctx.silu, ctx.grad_dtype),
-        None,
-        None,
-        None,
-        None,
-    )
+def _pass_back(backward: Any, ctx: Any, d_out: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
+    gradients = backward(d_out, *ctx.saved_tensors, ctx.silu, ctx.grad_dtype)
+    return (*gradients, None, None, None, None)
 
 
-# torch.compile sees both passes as opaque operators, known by the shapes of their results.
-experts_forward = torch.library.custom_op("nanokern::experts_forward", forward, mutates_args=())
-experts_forward.register_fake(_fake_forward)
-experts_backward = torch.library.custom_op("nanokern::experts_backward", backward, mutates_args=())
-experts_backward.register_fake(_fake_backward)
-experts_forward.register_autograd(_backward, setup_context=_save_for_backward)
+compute_experts = define_operator(
+    "experts", forward, _fake_forward, backward, _fake_backward, _save_for_backward, _pass_back
+)
 
 
 def expert_mlp(
@@ -365,6 +391,5 @@ def expert_mlp(
             "an expert's matrix has 2^31 elements or more: set model.backend to 'torch'"
         )
     tensors = [t.contiguous() for t in (x, w_in, w_out, weights, experts)]
-    return experts_forward(*tensors, activation == "silu", *(t.contiguous() for t in copies or ()))[
-        0
-    ]
+    in_half = [t.contiguous() for t in copies] if copies else [None, None]
+    return compute_experts(*tensors, activation == "silu", *in_half)[0]

@@ -18,6 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.operators import define_operator
+from kernels.triton_tiles import divide_up, power_of_2
+
 LARGEST = 8192  # channels; a row lies in the registers of one program
 ELEMENTS = 1024  # of a program's tile, 8 in a thread, unless a row is longer
 # at most, 4 on each multiprocessor of an H100; of longer rows fewer, so that all run at once
@@ -96,9 +99,9 @@ def add_norm_grad_kernel(
 
 def pick_tile(N: int, C: int) -> tuple[int, tuple[int, int], dict[str, int]]:
     """(tiles, rows and columns of a tile, launch options)."""
-    block = triton.next_power_of_2(C)
-    rows = min(max(ELEMENTS // block, 1), triton.next_power_of_2(max(N, 1)))
-    return triton.cdiv(N, rows), (rows, block), {"num_warps": min(max(rows * block // 256, 1), 16)}
+    block = power_of_2(C)
+    rows = min(max(ELEMENTS // block, 1), power_of_2(max(N, 1)))
+    return divide_up(N, rows), (rows, block), {"num_warps": min(max(rows * block // 256, 1), 16)}
 
 
 def forward(
@@ -189,9 +192,9 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> N
     ctx.save_for_backward(output[0], weight)
 
 
-def _backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+def _pass_back(backward: Any, ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     total, weight = ctx.saved_tensors
-    d_x, d_y, d_parameters = add_norm_backward(
+    d_x, d_y, d_parameters = backward(
         *gradients, total, weight, ctx.eps, ctx.rms, ctx.y_dtype or total.dtype, ctx.bias
     )
     if ctx.y_dtype in (None, total.dtype):
@@ -199,11 +202,6 @@ def _backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     return d_x, d_y, d_parameters[0], d_parameters[1] if ctx.bias else None, None, None, None, None
 
 
-# torch.compile sees both passes as opaque operators, known by the shapes of their results.
-add_norm_forward = torch.library.custom_op("nanokern::add_norm", forward, mutates_args=())
-add_norm_forward.register_fake(_fake_forward)
-add_norm_backward = torch.library.custom_op(
-    "nanokern::add_norm_backward", backward, mutates_args=()
+normalize_sum = define_operator(
+    "add_norm", forward, _fake_forward, backward, _fake_backward, _save_for_backward, _pass_back
 )
-add_norm_backward.register_fake(_fake_backward)
-add_norm_forward.register_autograd(_backward, setup_context=_save_for_backward)

@@ -20,6 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.operators import define_operator
+from kernels.triton_tiles import divide_up, power_of_2
+
 PHIS = ("identity", "relu", "exp", "sqrtexp", "sigmoid", "tanh", "sqrtsoftplus")  # of router.PHI
 LARGEST = 512  # experts; a row of scores lies in the registers of one warp
 ELEMENTS = 1024  # of a program's tile, 8 in a thread
@@ -303,9 +306,9 @@ def stages(phi: str, pre: str, post: str) -> tuple[str, str, str, str, str, str]
 
 def pick_tile(n_expert: int, T: int) -> tuple[int, int, int]:
     """(programs per sequence, rows and columns of a program's tile) for T tokens per sequence."""
-    block = triton.next_power_of_2(n_expert)
-    rows = min(max(ELEMENTS // block, 1), triton.next_power_of_2(max(T, 1)))
-    return triton.cdiv(T, rows), rows, block
+    block = power_of_2(n_expert)
+    rows = min(max(ELEMENTS // block, 1), power_of_2(max(T, 1)))
+    return divide_up(T, rows), rows, block
 
 
 def forward(
@@ -347,7 +350,7 @@ def forward(
                 programs,
             ),
             *(E, top_k, *stages(phi, pre, post), gamma is not None, *tile),
-            triton.next_power_of_2(top_k),
+            power_of_2(top_k),
             **OPTIONS,
         )
         route_sum_kernel[(n_sequence + 1,)](
@@ -411,7 +414,8 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> N
     ctx.save_for_backward(logits, output[1], c, gamma)
 
 
-def _backward(
+def _pass_back(
+    backward: Any,
     ctx: Any,
     d_weights: Any,
     _: Any,
@@ -423,13 +427,10 @@ def _backward(
 ) -> tuple:
     assert d_scores is None and d_scalars is None, "`route` detaches them"
     gradients = d_weights, d_probability, d_z_loss
-    d_logits, d_gamma = route_backward(*ctx.saved_tensors, *ctx.formula, ctx.n_sequence, *gradients)
+    d_logits, d_gamma = backward(*ctx.saved_tensors, *ctx.formula, ctx.n_sequence, *gradients)
     return d_logits, None, None, d_gamma if ctx.needs_input_grad[3] else None, *[None] * 5
 
 
-# torch.compile sees both passes as opaque operators, known by the shapes of their results.
-route_forward = torch.library.custom_op("nanokern::route", forward, mutates_args=())
-route_forward.register_fake(_fake_forward)
-route_backward = torch.library.custom_op("nanokern::route_backward", backward, mutates_args=())
-route_backward.register_fake(_fake_backward)
-route_forward.register_autograd(_backward, setup_context=_save_for_backward)
+compute_routing = define_operator(
+    "route", forward, _fake_forward, backward, _fake_backward, _save_for_backward, _pass_back
+)

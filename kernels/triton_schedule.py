@@ -15,6 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton_tiles import divide_up, power_of_2
+
+# of a program that counts or places rows: with 256 a step of 32,768 tokens had 128 programs, one
+# per multiprocessor, and took 3 times its floor (H200, 2026-11-26; 64 not measured yet)
+TOKENS = 64
+
 
 @triton.jit
 def chosen(experts, token, k, N, TOP_K: tl.constexpr, EXPERTS: tl.constexpr):
@@ -33,7 +39,7 @@ def count_kernel(
     STEP: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Fill counts (programs, E): the rows that each expert gets from each program's STEP · STEPS tokens."""
+    """Fill counts (E, programs): the rows that each expert gets from each program's STEP · STEPS tokens."""
     EXPERTS: tl.constexpr = triton.next_power_of_2(N_EXPERT)
     total = tl.zeros((EXPERTS,), tl.int32)
     for step in range(STEPS):
@@ -41,7 +47,7 @@ def count_kernel(
         for k in range(TOP_K):
             total += tl.sum(chosen(experts, token, k, N, TOP_K, EXPERTS), 0)
     e = tl.arange(0, EXPERTS)
-    tl.store(counts + tl.program_id(0) * N_EXPERT + e, total, mask=e < N_EXPERT)
+    tl.store(counts + e * tl.num_programs(0) + tl.program_id(0), total, mask=e < N_EXPERT)
 
 
 @triton.jit
@@ -58,15 +64,16 @@ def place_kernel(
     STEP: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Fill order, inverse and offsets from counts (programs, E) and `sums`, their sums over programs up to each."""
+    """Fill order, inverse and offsets from counts (E, programs) and `sums`, their sums over programs up to each."""
     EXPERTS: tl.constexpr = triton.next_power_of_2(N_EXPERT)
     e = tl.arange(0, EXPERTS)
-    load = tl.load(sums + (tl.num_programs(0) - 1) * N_EXPERT + e, mask=e < N_EXPERT, other=0)
+    n_program = tl.num_programs(0)
+    load = tl.load(sums + e * n_program + n_program - 1, mask=e < N_EXPERT, other=0)
     ends = tl.cumsum(load, 0)
     if tl.program_id(0) == 0:
         tl.store(offsets + e + 1, ends, mask=e < N_EXPERT)
         tl.store(offsets, 0)
-    mine = tl.program_id(0) * N_EXPERT + e
+    mine = e * n_program + tl.program_id(0)
     before = tl.load(sums + mine, mask=e < N_EXPERT, other=0) - tl.load(
         counts + mine, mask=e < N_EXPERT, other=0
     )
@@ -150,12 +157,12 @@ def sort_rows(experts: Tensor, n_expert: int, rows: int) -> Schedule:
     N, top_k = experts.shape
     schedule = order, inverse, offsets, largest, table = Schedule.empty(experts, n_expert, rows)
     # tokens that a program looks at at once
-    step = max(1, min(64, 4096 // triton.next_power_of_2(n_expert)))
-    steps = triton.cdiv(256, step)
-    grid = (max(1, triton.cdiv(N, step * steps)),)
-    counts = torch.empty(*grid, n_expert, dtype=torch.int32, device=experts.device)
+    step = max(1, min(64, 4096 // power_of_2(n_expert)))
+    steps = divide_up(TOKENS, step)
+    grid = (max(1, divide_up(N, step * steps)),)
+    counts = torch.empty(n_expert, *grid, dtype=torch.int32, device=experts.device)
     count_kernel[grid](experts, counts, N, n_expert, top_k, step, steps)
-    sums = counts.cumsum(0, dtype=torch.int32)
+    sums = counts.cumsum(1, dtype=torch.int32)
     place_kernel[grid](
         experts, counts, sums, order, inverse, offsets, N, n_expert, top_k, step, steps
     )

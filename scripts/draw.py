@@ -1,6 +1,6 @@
 """Draw the experts' loads that eval.routing has measured.
 
-    python -m scripts.draw runs/NAME/eval/step_…/routing/routing.json   # writes loads.png there
+    python -m scripts.draw runs/NAME/eval/step_…/routing/routing.json   loads.png beside it
 
 Needs requirements-report.txt.
 """
