@@ -29,7 +29,7 @@ def test_kerns_constants_are_those_sampled_for_the_paper(n_expert, top_k):
     assert theory.expected_constant(n_expert, top_k) == pytest.approx(c, abs=4 * error)
     assert theory.gate_sum("kern", n_expert, top_k, 1, power=2) == pytest.approx(squares, rel=1e-3)
     assert theory.fewer_positive(n_expert, top_k) == pytest.approx(fewer, rel=1e-5)
-    assert theory.positive_gates(n_expert, top_k) == pytest.approx(gates, rel=1e-6)
+    assert theory.mean_positive_gates(n_expert, top_k) == pytest.approx(gates, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "kern"])
