@@ -1,7 +1,7 @@
-"""Which of two arms of a setting has the lower loss: differences, their intervals by Student's t, and verdicts.
+"""Differences between two variants' losses, their intervals by Student's t, and verdicts.
 
-All pairs of a setting are one family (`judge_family`), in one table. text.toml tells a reader what
-the verdicts mean. Needs scipy.
+All pairs of a group are one family (`judge_family`), in one table. text.toml explains the verdicts
+to readers of a report. Needs scipy.
 """
 
 import math
@@ -14,29 +14,31 @@ import numpy as np
 from scipy.special import stdtr, stdtrit
 
 from common.text import plural
-from report.settings import Arm, Setting, label_value
+from report.groups import Group, Variant
 
 CONFIDENCE = 0.95
 MIN_SEEDS = 3  # with two, one degree of freedom, the quantile of t is 12.7
-LOWER, HIGHER, EQUIVALENT, UNDECIDED = "lower", "higher", "equivalent", "undecided"
+LOWER = "lower"
+HIGHER = "higher"
+EQUIVALENT = "equivalent"
+UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True)
 class Difference:
     """A mean difference in nats per token, with its standard error by Student's t.
 
-    `over` says what was taken as independent draws: "seeds" or "documents". Without an interval
-    (few seeds, documents not recorded) `error` is NaN and `over` is empty. `judge_family` sets the
-    verdict and `p`, the p-value of no difference by Holm's correction.
+    Without an interval (few seeds, documents not recorded) `error` is NaN and `over` is empty.
+    `judge_family` sets `verdict` and `p`.
     """
 
     mean: float
     seeds: int
     error: float = math.nan
-    freedom: float = math.nan
-    over: str = ""
+    freedom: float = math.nan  # degrees of freedom of t
+    over: str = ""  # the independent draws: "seeds" or "documents"
     verdict: str = UNDECIDED
-    p: float = math.nan
+    p: float = math.nan  # of no difference, by Holm's correction
 
     @property
     def half_width(self) -> float:
@@ -56,7 +58,9 @@ class Difference:
         return 2 * self._tail(abs(self.mean))
 
     def p_equivalent(self, margin: float) -> float:
-        """p-value of a true difference beyond ±`margin`: the larger of two one-sided t-tests; NaN unless over seeds.
+        """p-value of a true difference beyond ±`margin`; NaN unless it is over seeds.
+
+        It is the larger one of two one-sided t-tests.
 
         Source: Schuirmann, A comparison of the two one-sided tests procedure, 1987.
         """
@@ -71,8 +75,10 @@ class Difference:
         return float(stdtr(self.freedom, -distance / self.error))
 
     def __str__(self) -> str:
-        interval = "" if math.isnan(self.error) else f" [{self.low:+.4f}, {self.high:+.4f}]"
-        return f"{self.mean:+.4f}{interval}"
+        mean = f"{self.mean:+.4f}"
+        if math.isnan(self.error):
+            return mean
+        return f"{mean} [{self.low:+.4f}, {self.high:+.4f}]"
 
 
 def estimate_difference(
@@ -80,7 +86,9 @@ def estimate_difference(
     windows: np.ndarray | None = None,
     documents: np.ndarray | None = None,
 ) -> Difference:
-    """Mean of paired differences with its interval: over seeds, or over documents with fewer than MIN_SEEDS of them.
+    """Mean of paired differences with its interval: over seeds, or over documents.
+
+    Documents count where there are fewer than MIN_SEEDS seeds.
 
     Args:
         losses: (S,) differences of the seeds' losses, nats per token.
@@ -89,22 +97,24 @@ def estimate_difference(
         documents: (W,) equal numbers for windows of one document; None: not known.
     """
     losses = np.asarray(losses, np.float64)
-    seeds, mean = len(losses), float(losses.mean())
+    seeds = len(losses)
+    mean = float(losses.mean())
     if seeds >= MIN_SEEDS:
-        return Difference(
-            mean, seeds, float(losses.std(ddof=1)) / math.sqrt(seeds), seeds - 1.0, "seeds"
-        )
+        error = float(losses.std(ddof=1)) / math.sqrt(seeds)
+        return Difference(mean, seeds, error, seeds - 1.0, "seeds")
     if windows is None or documents is None or len(np.unique(documents)) < 2:
         return Difference(mean, seeds)
-    return Difference(mean, seeds, *cluster_error(windows, documents), "documents")
+    error, freedom = cluster_error(windows, documents)
+    return Difference(mean, seeds, error, freedom, "documents")
 
 
 def cluster_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
-    """Standard error of the mean of values that are independent between clusters alone, and its degrees of freedom.
+    """Standard error of the mean of clustered values, and its degrees of freedom.
 
-    The variance is Σ_g (Σ_{w in g} (x_w - mean))² / (1 - n_g/W) / W² (CR2: Bell and McCaffrey
-    2002). The degrees of freedom are Satterthwaite's for clusters whose values are all alike, (Σ
-    n_g²)² / Σ n_g⁴ - 1 and 1 at least, so where a few clusters hold most values, those few count.
+    Values of different clusters are independent. The variance is
+    Σ_g (Σ_{w in g} (x_w - mean))² / (1 - n_g/W) / W² (CR2: Bell and McCaffrey 2002). The degrees of
+    freedom are Satterthwaite's for clusters of equal values, (Σ n_g²)² / Σ n_g⁴ - 1 and 1 at least:
+    where a few clusters hold most values, those few count.
 
     Args:
         values: (W,).
@@ -114,8 +124,9 @@ def cluster_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, floa
     sizes = np.bincount(labels)
     sums = np.bincount(labels, values - values.mean())
     variance = (sums**2 / (1 - sizes / len(values))).sum() / len(values) ** 2
-    weights = sizes.astype(np.float64) ** 2
-    return math.sqrt(variance), max(1.0, float(weights.sum() ** 2 / (weights**2).sum() - 1))
+    squares = sizes.astype(np.float64) ** 2
+    freedom = float(squares.sum() ** 2 / (squares**2).sum() - 1)
+    return math.sqrt(variance), max(1.0, freedom)
 
 
 def correct_holm(p_values: Sequence[float]) -> list[float]:
@@ -125,10 +136,13 @@ def correct_holm(p_values: Sequence[float]) -> list[float]:
 
     Source: Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979.
     """
-    tested = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
-    corrected, largest = [math.nan] * len(p_values), 0.0
-    for rank, (p, i) in enumerate(tested):
-        largest = max(largest, min(1.0, (len(tested) - rank) * p))
+    members = [i for i, p in enumerate(p_values) if not math.isnan(p)]
+    members.sort(key=lambda i: p_values[i])
+    corrected = [math.nan] * len(p_values)
+    largest = 0.0
+    for rank, i in enumerate(members):
+        n_left = len(members) - rank
+        largest = max(largest, min(1.0, n_left * p_values[i]))
         corrected[i] = largest
     return corrected
 
@@ -161,116 +175,107 @@ def judge_family(differences: Sequence[Difference], margin: float = 0.0) -> list
 
 
 class Comparison(NamedTuple):
-    """The difference of two arms, left minus right, with its verdict."""
+    """The difference of two variants, left minus right, with its verdict."""
 
-    left: Arm
-    right: Arm
+    left: Variant
+    right: Variant
     difference: Difference
 
 
-def estimate(
-    setting: Setting,
-    left: Arm,
-    right: Arm,
+def measure_difference(
+    group: Group,
+    left: Variant,
+    right: Variant,
     step: int | None = None,
     xs: Sequence[Any] | None = None,
 ) -> Difference | None:
-    """Left minus right at a step (None: the end), as the mean over the values of the key, or those of `xs` alone.
+    """The loss of `left` minus that of `right`, a mean over values of the key.
 
-    By the values that both arms have, and the seeds that both have at all of these; None without
-    any.
+    It pairs the seeds that both have at every value that both have; None without any.
+
+    Args:
+        group: has both variants.
+        left: first variant.
+        right: second variant.
+        step: None for the one that is compared.
+        xs: values of the key; None for all.
     """
-    cells = [
-        (cell, right.cells[x])
-        for x, cell in left.cells.items()
-        if x in right.cells and (xs is None or x in xs)
-    ]
-    seeds = (
-        sorted(set.intersection(*(ours.keys() & theirs.keys() for ours, theirs in cells)))
-        if cells
-        else []
-    )
+    pairs = []  # {seed: run} of both, for each value of the key
+    for x, left_runs in left.runs_by_x.items():
+        if x in right.runs_by_x and (xs is None or x in xs):
+            pairs.append((left_runs, right.runs_by_x[x]))
+    if not pairs:
+        return None
+    common_seeds = (left_runs.keys() & right_runs.keys() for left_runs, right_runs in pairs)
+    seeds = sorted(set.intersection(*common_seeds))
     if not seeds:
         return None
-    losses, windows, documents = np.zeros((len(cells), len(seeds))), [], None
-    for i, (ours, theirs) in enumerate(cells):
+    losses = np.zeros((len(pairs), len(seeds)))
+    windows = []
+    documents = None
+    for i, (left_runs, right_runs) in enumerate(pairs):
         for j, seed in enumerate(seeds):
-            a, b = setting.evaluation(ours[seed], step), setting.evaluation(theirs[seed], step)
-            losses[i, j] = a["val/loss"] - b["val/loss"]
-            if "val/window_losses" in a and "val/window_losses" in b:
-                windows.append(np.subtract(a["val/window_losses"], b["val/window_losses"]))
-                documents = a.get("val/window_documents")
-    complete = len(windows) == losses.size
-    return estimate_difference(losses.mean(0), np.mean(windows, 0) if complete else None, documents)
+            first = group.evaluation(left_runs[seed], step)
+            second = group.evaluation(right_runs[seed], step)
+            losses[i, j] = first["val/loss"] - second["val/loss"]
+            if "val/window_losses" in first and "val/window_losses" in second:
+                windows.append(np.subtract(first["val/window_losses"], second["val/window_losses"]))
+                documents = first.get("val/window_documents")
+    every_run_has_windows = len(windows) == losses.size
+    mean_windows = np.mean(windows, axis=0) if every_run_has_windows else None
+    return estimate_difference(losses.mean(axis=0), mean_windows, documents)
 
 
-def find_pairs(setting: Setting, baseline: str) -> list[tuple[Arm, Arm]]:
-    """Arms to compare: of one router those that differ in one option, of two routers those most alike.
+def find_pairs(group: Group, baseline: str) -> list[tuple[Variant, Variant]]:
+    """Variants to compare: of one router with one other option, of two routers with similar ones.
 
-    The baseline, a router or an arm's label, is the second of its pairs; if an arm, of pairs with
-    all others.
+    The baseline, a router or a variant's label, is the second of its pairs. If it is a variant, it
+    is compared with all others.
     """
     pairs = []
-    for left, right in combinations(setting.arms[::-1], 2):  # routers that someone added come first
-        differing = sum(left.options[key] != right.options[key] for key in left.options)
-        if left.router == right.router:
-            alike = differing == 1 and left.shares_seed(right)
+    # reversed, because routers that a user added come first in a pair
+    for left, right in combinations(reversed(group.variants), 2):
+        has_baseline = baseline in (left.label, right.label)
+        if not has_baseline and not is_natural_pair(group, left, right):
+            continue
+        is_baseline_router = left.router == baseline != right.router
+        if left.label == baseline or is_baseline_router:
+            pairs.append((right, left))
         else:
-            counterparts = setting.counterparts(right, left.router) + setting.counterparts(
-                left, right.router
-            )
-            alike = left in counterparts or right in counterparts
-        subtracted = left.label == baseline or left.router == baseline != right.router
-        if alike or baseline in (left.label, right.label):
-            pairs.append((right, left) if subtracted else (left, right))
+            pairs.append((left, right))
     return pairs
 
 
+def is_natural_pair(group: Group, left: Variant, right: Variant) -> bool:
+    """True if two variants differ in one option alone, or are counterparts of two routers."""
+    if left.router != right.router:
+        if left in group.find_counterparts(right, left.router):
+            return True
+        return right in group.find_counterparts(left, right.router)
+    n_differing = sum(left.options[key] != right.options[key] for key in left.options)
+    return n_differing == 1 and left.shares_seed(right)
+
+
 def judge_pairs(
-    setting: Setting, pairs: Iterable[tuple[Arm, Arm]], margin: float = 0.0
+    group: Group, pairs: Iterable[tuple[Variant, Variant]], margin: float = 0.0
 ) -> list[Comparison]:
-    """A Comparison at the end for each pair, all of them one family; without pairs that lack a common seed."""
-    known = [
-        Comparison(*pair, difference) for pair in pairs if (difference := estimate(setting, *pair))
-    ]
-    judged = judge_family([pair.difference for pair in known], margin)
+    """Compare pairs at the end, as one family; pairs without a common seed are left out."""
+    compared = []
+    differences = []
+    for left, right in pairs:
+        difference = measure_difference(group, left, right)
+        if difference is not None:
+            compared.append((left, right))
+            differences.append(difference)
+    judged = judge_family(differences, margin)
     return [
-        pair._replace(difference=difference) for pair, difference in zip(known, judged, strict=True)
+        Comparison(left, right, difference)
+        for (left, right), difference in zip(compared, judged, strict=True)
     ]
 
 
-def compare_setting(
-    setting: Setting, baseline: str = "kern", margin: float = 0.0
-) -> list[Comparison]:
-    """Every pair of a setting at the end. Nothing is compared before training."""
-    return (
-        judge_pairs(setting, find_pairs(setting, baseline), margin)
-        if setting.key or setting.steps[-1]
-        else []
-    )
-
-
-def choose_best(setting: Setting, seeds: Sequence[int], margin: float = 0.0) -> list[Comparison]:
-    """Each arm at the value of the key with the lowest mean loss of `seeds`, compared by its other seeds.
-
-    Raises ValueError if an arm lacks one of the seeds, or has no other seed.
-    """
-    best = []
-    for arm in setting.arms:
-        means = {}
-        for x, cell in arm.cells.items():
-            if missing := sorted(set(seeds) - set(cell)):
-                raise ValueError(
-                    f"--choose-on {missing[0]}: {arm.label} has no run of this seed at {x:g}"
-                )
-            means[x] = np.mean([setting.evaluation(cell[seed])["val/loss"] for seed in seeds])
-        x = min(means, key=means.__getitem__)
-        judged = {seed: run for seed, run in arm.cells[x].items() if seed not in seeds}
-        if not judged:
-            raise ValueError(
-                f"--choose-on {', '.join(map(str, seeds))}: {arm.label} has no other seed to judge by"
-            )
-        label = ", ".join(filter(None, [arm.options_label, label_value(setting.key, x)]))
-        best.append(Arm(arm.router, arm.options, {None: judged}, label))
-    best.sort(key=lambda arm: np.mean([setting.evaluation(run)["val/loss"] for run in arm.runs]))
-    return judge_pairs(setting, combinations(best, 2), margin)
+def compare_group(group: Group, baseline: str = "kern", margin: float = 0.0) -> list[Comparison]:
+    """Every pair of a group at the end. Nothing is compared before training."""
+    if group.key is None and group.steps[-1] == 0:
+        return []
+    return judge_pairs(group, find_pairs(group, baseline), margin)

@@ -1,4 +1,4 @@
-"""Read runs, also while they train, and say whether their losses are of the same text.
+"""Read runs, also while they train, and check that their losses are of one text.
 
 Imports no torch.
 """
@@ -18,7 +18,11 @@ from data.tokenizer import ByteTokenizer
 from runtime import RunError, check_is_run
 from runtime.metrics import ARRAYS, read_metrics
 
-REMEDY = "give them separate reports, or score both on one text: python -m eval.val_loss RUN --data SET_OR_FILE"
+VALIDATION_ARRAYS = [name for name in ARRAYS if name.startswith("val/")]
+REMEDY = (
+    "give them separate reports, or score both on one text: "
+    "python -m eval.val_loss RUN --data SET_OR_FILE"
+)
 
 
 @dataclass(eq=False)
@@ -27,9 +31,9 @@ class Run:
 
     folder: Path
     config: configure.Config
-    # step: line with a finite validation loss
+    # {step: line of metrics.jsonl with a finite validation loss}
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
-    logs: list[dict[str, Any]] = field(default_factory=list)  # lines of training
+    logs: list[dict[str, Any]] = field(default_factory=list)  # lines with a training loss
     diverged: int | None = None  # step of the first validation loss that was not finite
 
     @property
@@ -42,29 +46,29 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether it was evaluated at its last step."""
+        """True if it was evaluated at its last step."""
         return self.max_steps in self.evaluations
 
     @property
     def progress(self) -> str:
-        """How far it was evaluated, in words."""
+        """How far it was evaluated, as text."""
         text = f"evaluated up to step {max(self.evaluations, default=0):,}"
-        return text if self.diverged is None else f"{text}, loss not finite at {self.diverged:,}"
+        if self.diverged is not None:
+            text += f", loss not finite at {self.diverged:,}"
+        return text
 
     @property
     def unit(self) -> str:
-        """Of its losses: tokens are bytes where the vocabulary is that of bytes."""
-        return (
-            "nats per byte"
-            if self.config.model.vocab_size == ByteTokenizer.vocab_size
-            else "nats per token"
-        )
+        """The unit of its losses; with a vocabulary of bytes, tokens are bytes."""
+        if self.config.model.vocab_size == ByteTokenizer.vocab_size:
+            return "nats per byte"
+        return "nats per token"
 
     def value(self, key: str) -> Any:
-        """The config's value of a dotted key, as reports compare it; a mixture in words, and no data.name beside it.
+        """The config's value of a dotted key, as reports compare it; a mixture as text.
 
-        A key without effect has its default. A balance loss over micro-batches is another for each
-        of their sizes.
+        A key without effect has its default. A mixture's data.name is empty: the mixture says it
+        all. A balance loss over micro-batches depends on their size, so its scope names the size.
         """
         schema = KEYS[key]
         if not has_effect(key, self.value):
@@ -79,25 +83,25 @@ class Run:
         return str(value) if isinstance(value, dict) else value
 
     def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
-        """`value` of each key."""
+        """The `value` of each key."""
         return tuple(self.value(key) for key in keys)
 
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl that has a loss: evaluations, then logs."""
+        return [*self.evaluations.values(), *self.logs]
+
     def series(self, name: str) -> dict[int, float]:
-        """{step: value} of the lines of metrics.jsonl that have the name."""
-        return {
-            line["step"]: line[name]
-            for line in [*self.evaluations.values(), *self.logs]
-            if name in line
-        }
+        """{step: value} of a name in metrics.jsonl."""
+        return {line["step"]: line[name] for line in self.lines if name in line}
 
     def count_windows(self) -> int:
-        """Validation windows of an evaluation."""
-        lines = [
-            line["val/window_losses"]
-            for line in self.evaluations.values()
-            if "val/window_losses" in line
-        ]
-        return len(lines[-1]) if lines else self.config.eval.windows
+        """The number of validation windows of an evaluation."""
+        count = self.config.eval.windows
+        for line in self.evaluations.values():
+            if "val/window_losses" in line:
+                count = len(line["val/window_losses"])
+        return count
 
     def identity(self) -> dict[str, Any]:
         """sha256 of data and tokenizer by the run's last checkpoint; {} without an intact one."""
@@ -105,17 +109,16 @@ class Run:
 
         folder = self.folder / "checkpoints"
         steps = checkpoint.steps(folder)
-        try:
-            return (
-                checkpoint.read_manifest(checkpoint.folder_of(folder, steps[-1]))["facts"]
-                if steps
-                else {}
-            )
-        except RunError:  # the numbers are in metrics.jsonl all the same
+        if not steps:
             return {}
+        try:
+            manifest = checkpoint.read_manifest(checkpoint.folder_of(folder, steps[-1]))
+        except RunError:  # metrics.jsonl has the numbers without it
+            return {}
+        return manifest["facts"]
 
 
-def load_run(folder: Path) -> Run:
+def read_run(folder: Path) -> Run:
     """Read a run's config and metrics, in whatever state it is.
 
     Raises:
@@ -123,10 +126,8 @@ def load_run(folder: Path) -> Run:
     """
     check_is_run(folder)
     run = Run(folder, configure.load(folder / "config.toml"))
-    for line in read_metrics(
-        folder / "metrics.jsonl", [name for name in ARRAYS if name.startswith("val/")]
-    ):
-        if "val/window_weights" in line:  # of a mixture: so their mean is val/loss
+    for line in read_metrics(folder / "metrics.jsonl", VALIDATION_ARRAYS):
+        if "val/window_weights" in line:  # of a mixture: the mean of weighted losses is val/loss
             line["val/window_losses"] = np.multiply(
                 line["val/window_losses"], line["val/window_weights"]
             )
@@ -139,64 +140,84 @@ def load_run(folder: Path) -> Run:
     return run
 
 
-def load_evaluated(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
-    """The runs at these places and below that have a finite validation loss, and why others are left out.
+def read_evaluated_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """Read the runs at these places and below that have a finite validation loss.
 
-    A report's folder is not named. Raises ValueError if no run is left.
+    Returns:
+        The runs, and a note on each folder that is left out.
+
+    Raises:
+        ValueError: no run is left.
     """
-    runs, faults = [], []
-    for place in places:
-        is_report = (place / "report.html").is_file()
-        for folder in find_runs([place]) or ([] if is_report else [place]):
-            if folder in [run.folder for run in runs]:
-                continue
-            try:
-                run = load_run(folder)
-            except ValueError as error:
-                faults.append(" ".join(str(error).split()))
-                continue
-            if run.evaluations:
-                runs.append(run)
-            elif run.diverged is not None:
-                faults.append(f"{folder}: diverged; lower optim.lr, or leave it out")
-            else:
-                faults.append(
-                    f"{folder}: not evaluated yet; continue with train.py, or leave it out"
-                )
+    runs = []
+    faults = []
+    for folder in list_candidates(places):
+        try:
+            run = read_run(folder)
+        except ValueError as error:
+            faults.append(" ".join(str(error).split()))
+            continue
+        if run.evaluations:
+            runs.append(run)
+        elif run.diverged is not None:
+            faults.append(f"{folder}: diverged; lower optim.lr, or leave it out")
+        else:
+            faults.append(f"{folder}: not evaluated yet; continue with train.py, or leave it out")
+    if not runs and faults:
+        raise ValueError(faults[0])
     if not runs:
-        raise ValueError(
-            faults[0]
-            if faults
-            else "no run among the folders; give some such as runs/quickstart-kern"
-        )
+        raise ValueError("no run among the folders; give some such as runs/quickstart-kern")
     return runs, [f"left out: {fault}" for fault in faults]
 
 
+def list_candidates(places: Iterable[Path]) -> list[Path]:
+    """The folders of runs at these places and below, and the places that hold no run.
+
+    `read_run` says what is wrong with the latter. A folder with a report is not one of them.
+    """
+    folders: list[Path] = []
+    for place in places:
+        below = find_runs([place])
+        has_report = (place / "report.html").is_file()
+        if not below and not has_report:
+            below = [place]
+        folders += [folder for folder in below if folder not in folders]
+    return folders
+
+
 def find_runs(places: Iterable[Path]) -> list[Path]:
-    """The folders with a config.toml at `places` and below, in order of their names."""
-    return sorted({file.parent for place in places for file in place.rglob("config.toml")})
+    """The folders with a config.toml at `places` and below, in the order of their names."""
+    folders: set[Path] = set()
+    for place in places:
+        folders.update(file.parent for file in place.rglob("config.toml"))
+    return sorted(folders)
 
 
-def find_other_text(runs: Sequence[Run]) -> str:
-    """Why the runs' losses cannot be paired: other data, tokenizer, length or windows; "" if they can."""
+def find_text_mismatch(runs: Sequence[Run]) -> str:
+    """Why the runs' losses cannot be paired: other data, tokenizer, length or windows.
+
+    "" if they can.
+    """
     identities = [run.identity() for run in runs]
     keys = select_keys("validation_text")
-    if all(identities):  # they tell the data
+    if all(identities):  # which identify the data better than its name
         keys = [key for key in keys if not key.startswith("data.")]
-    seen: dict[str, tuple[Any, Run]] = {}  # what: its value in the first run that has it
+    first_with: dict[str, tuple[Any, Run]] = {}  # {name: its value in the first run that has one}
     for run, identity in zip(runs, identities, strict=True):
-        facts = {
-            f"{name} (sha256 in their checkpoints)": identity.get(name)
-            for name in ("data", "tokenizer")
+        properties = {
+            "data (sha256 in their checkpoints)": identity.get("data"),
+            "tokenizer (sha256 in their checkpoints)": identity.get("tokenizer"),
         }
-        facts |= {key: run.value(key) for key in keys} | {
-            "number of validation windows": run.count_windows()
-        }
-        for name, value in facts.items():
-            first, other = seen.setdefault(name, (value, run)) if value is not None else (None, run)
-            if first != value:
+        for key in keys:
+            properties[key] = run.value(key)
+        properties["number of validation windows"] = run.count_windows()
+        for name, value in properties.items():
+            if value is None:
+                continue
+            first_value, first_run = first_with.setdefault(name, (value, run))
+            if value != first_value:
                 return (
-                    f"{other.folder} and {run.folder}: {name} is {str(first):.20} and {str(value):.20}, so their "
-                    f"losses are of different text; {REMEDY}"
+                    f"{first_run.folder} and {run.folder}: {name} is {str(first_value):.20} and "
+                    f"{str(value):.20}, so their losses are of different text; {REMEDY}"
                 )
     return ""

@@ -1,16 +1,18 @@
-"""One look per router, the same in every picture: colour for the screen, line style and marker for black and white.
+"""One style per router, the same in every picture: colour, line style and marker.
 
-No two routers share a marker, and the paper's five differ in line style too, so nothing depends on
-colour alone. The colours, mostly Okabe and Ito's, tell colour-blind readers routers apart: KERN's
-family is warm, softmax's blue, sigmoid's green.
+No two routers share a marker, and the paper's five differ in line style too, so a picture can be
+read in black and white. The colours, mostly Okabe and Ito's, tell colour-blind readers routers
+apart: KERN's family is warm, softmax's blue, sigmoid's green. A new router needs no line here: it
+gets the next style of CYCLE.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from router import ROUTERS
 
-DENSE_DOTS, LONG_DASHES = (0, (1, 1)), (0, (7, 2))
-
+DENSE_DOTS = (0, (1, 1))
+LONG_DASHES = (0, (7, 2))
 STYLES = {  # router: colour, line style, marker
     "dense": ("#555555", DENSE_DOTS, "x"),
     "softmax": ("#0072B2", "--", "s"),
@@ -28,18 +30,30 @@ STYLES = {  # router: colour, line style, marker
     "softmax-l2": ("#003F63", LONG_DASHES, "X"),
     "sqrtgate": ("#003F63", ":", "8"),
 }
-OTHERS = [
-    ("#000000", line, marker)
-    for line, marker in zip(["-", LONG_DASHES, ":", "-."] * 2, "os^DvP*X", strict=True)
+# For routers without a line above: colours of Tol's muted scheme and markers that are free.
+CYCLE = [
+    ("#000000", "-", "H"),
+    ("#332288", "--", "1"),
+    ("#999933", "-.", "2"),
+    ("#882255", LONG_DASHES, "3"),
+    ("#117733", "-", "4"),
+    ("#AA4499", "--", "+"),
+    ("#661100", "-.", "|"),
+    ("#44AA99", LONG_DASHES, "_"),
 ]
 
 
-def style(router: str) -> dict[str, Any]:
+def choose_style(router: str, others: Iterable[str] = ()) -> dict[str, Any]:
     """Keyword arguments for matplotlib's `plot`: color, linestyle, marker.
 
-    A router without a line above is black.
+    Args:
+        router: a name in ROUTERS, or a formula.
+        others: routers in the same picture, so that formulas differ from each other.
     """
-    others = [name for name in ROUTERS if name not in STYLES]
-    place = others.index(router) if router in others else -1
-    look = STYLES.get(router, OTHERS[place % len(OTHERS)])
-    return dict(zip(("color", "linestyle", "marker"), look, strict=True))
+    names = dict.fromkeys([*ROUTERS, *others, router])
+    new = [name for name in names if name not in STYLES]
+    if router in STYLES:
+        colour, line, marker = STYLES[router]
+    else:
+        colour, line, marker = CYCLE[new.index(router) % len(CYCLE)]
+    return {"color": colour, "linestyle": line, "marker": marker}

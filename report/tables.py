@@ -1,4 +1,4 @@
-"""The tables of a report, each as a head and rows of text."""
+"""The tables of a report."""
 
 import math
 import re
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.text import plural
-from report.comparisons import HIGHER, LOWER, Comparison, estimate
+from report.blocks import Table
+from report.comparisons import HIGHER, LOWER, Comparison, Difference, measure_difference
+from report.groups import Group, Variant, format_tick, format_value, join_labels
 from report.runs import Run
-from report.settings import Setting, label_tick, label_value
 
-Table = tuple[list[str], list[list[str]]]  # head and rows
 RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss", "tokens/s")
-MEASURES = {  # besides the losses: a name in metrics.jsonl and its format
+MEASURES = {  # besides the losses: {name in metrics.jsonl: format}
     "val/gate_norm": ".3f",
     "val/load_imbalance": ".2f",
     "val/dead_experts": ".1f",
@@ -22,159 +22,213 @@ MEASURES = {  # besides the losses: a name in metrics.jsonl and its format
     "router/gamma": ".3f",
     "router/expert_signal": ".3f",
 }
-# (router, one that it ends below), Sec. 4.1 and the appendix on KERN-after
+LOSSES_AND_SCORES = re.compile(r"val/.+/loss|tasks/.+/(acc|bits_per_byte)")  # of sets and tasks
+# (router, one with a higher loss): Sec. 4.1 and the appendix on KERN-after
 LOWER_IN_PAPER = {
-    ("kern", other) for other in ("dense", "softmax", "sigmoid", "tanh", "kern-after")
+    ("kern", "dense"),
+    ("kern", "softmax"),
+    ("kern", "sigmoid"),
+    ("kern", "tanh"),
+    ("kern", "kern-after"),
+    ("softmax", "dense"),
+    ("sigmoid", "dense"),
+    ("tanh", "dense"),
 }
-LOWER_IN_PAPER |= {(router, "dense") for router in ("softmax", "sigmoid", "tanh")}
 
 
-def summarize_run(run: Run) -> list[str]:
-    """RUN_COLUMNS of a run at its last evaluation. tokens/s: median over the run."""
+def build_run_table(runs: Sequence[Run]) -> Table:
+    """Each run at its last evaluation."""
+    table = Table(list(RUN_COLUMNS))
+    for run in runs:
+        table.rows.append(describe_run(run))
+    return table
+
+
+def describe_run(run: Run) -> dict[str, str]:
+    """RUN_COLUMNS of a run at its last evaluation; tokens/s is the median over the run."""
     from model import count_parameters  # imports torch
 
-    step, speeds, train = (
-        max(run.evaluations),
-        run.series("perf/tokens_per_sec").values(),
-        run.config.train,
-    )
-    trunk = (
-        f" (branch of {train.branch_from} at step {train.branch_step:,})"
-        if train.branch_from
-        else ""
-    )
-    return [
-        f"`{run.folder}`{trunk}",
-        run.config.model.router,
-        run.config.data.label,
-        *(f"{count / 1e6:.2f}M" for count in count_parameters(run.config.model)),
-        f"{step:,}" if run.ended else f"{step:,} of {run.max_steps:,}",
-        f"{run.evaluations[step]['val/loss']:.4f}",
-        f"{statistics.median(speeds):,.0f}" if speeds else "-",
-    ]
+    total, active = count_parameters(run.config.model)
+    last_step = max(run.evaluations)
+    speeds = run.series("perf/tokens_per_sec").values()
+    train = run.config.train
+    name = f"`{run.folder}`"
+    if train.branch_from:
+        name += f" (branch of {train.branch_from} at step {train.branch_step:,})"
+    step = f"{last_step:,}"
+    if not run.ended:
+        step += f" of {run.max_steps:,}"
+    return {
+        "run": name,
+        "router": run.config.model.router,
+        "data": run.config.data.label,
+        "total": f"{total / 1e6:.2f}M",
+        "active": f"{active / 1e6:.2f}M",
+        "step": step,
+        "val loss": f"{run.evaluations[last_step]['val/loss']:.4f}",
+        "tokens/s": f"{statistics.median(speeds):,.0f}" if speeds else "-",
+    }
 
 
 def format_mean(values: Sequence[float], form: str = ".4f") -> str:
-    """Mean and standard deviation (of a sample) over seeds."""
-    deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{form}}{deviation}"
+    """Mean and standard deviation (of a sample) over seeds; "" without values."""
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):{form}}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(values):{form}}"
 
 
-def build_loss_table(setting: Setting) -> Table:
-    """Loss of each arm over the key, or at the tenths of training with the paper's losses below it."""
-    if setting.key:
-        columns = [(label_tick(setting.key, x), x, None) for x in setting.xs]
+def build_loss_table(group: Group) -> Table:
+    """Loss of each variant over the key, or at the tenths of training with the paper's below it."""
+    if group.key:
+        columns = {format_tick(group.key, x): (x, None) for x in group.xs}
     else:
-        steps = [*setting.tenths.values()] or setting.steps[-1:]
-        columns = [(f"{step:,}", None, step) for step in steps]
-    rows = []
-    for arm in setting.arms:
-        counts = sorted({len(cell) for cell in arm.cells.values()})
-        seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
-        cells = []
-        for _, x, step in columns:
-            losses = [
-                setting.evaluation(run, step)["val/loss"] for run in arm.cells.get(x, {}).values()
-            ]
-            cells.append(format_mean(losses) if losses else "")
-        rows.append([f"**{arm.label}**", seeds, *cells])
-        printed = [setting.printed.get((arm.router, i), "") for i in setting.tenths]
-        if any(printed):
-            rows.append(["paper", "", *printed])
-    return [
-        setting.key or "validation loss at step",
-        "seeds",
-        *(head for head, *_ in columns),
-    ], rows
+        steps = list(group.tenths.values()) or group.steps[-1:]
+        columns = {f"{step:,}": (None, step) for step in steps}
+    name = group.key or "validation loss at step"
+    table = Table([name, "seeds", *columns])
+    for variant in group.variants:
+        row = {name: f"**{variant.label}**", "seeds": describe_seed_counts(variant)}
+        for column, (x, step) in columns.items():
+            runs = variant.runs_by_x.get(x, {}).values()
+            row[column] = format_mean([group.loss(run, step) for run in runs])
+        table.rows.append(row)
+        paper = {}
+        for i, step in group.tenths.items():
+            paper[f"{step:,}"] = group.paper_losses.get((variant.router, i), "")
+        if group.key is None and any(paper.values()):
+            table.rows.append({name: "paper", **paper})
+    return table
+
+
+def describe_seed_counts(variant: Variant) -> str:
+    """The number of seeds, as a range where it varies over the key."""
+    counts = {len(runs_by_seed) for runs_by_seed in variant.runs_by_x.values()}
+    if len(counts) == 1:
+        return str(counts.pop())
+    return f"{min(counts)} to {max(counts)}"
 
 
 def build_pairs_table(
-    setting: Setting, comparisons: Sequence[Comparison], xs: Sequence[Any] = ()
+    group: Group, comparisons: Sequence[Comparison], xs: Sequence[Any] = ()
 ) -> Table:
-    """A row for each pair, the largest difference first: at values of the key, and the mean, which is judged."""
-    head = ["first", "second", *(label_tick(setting.key, x) for x in xs)]
-    head += ["first minus second, 95%", "interval over", "first is", "Holm's p", "in the paper"]
-    rows = []
+    """A row for each pair, the largest difference first.
+
+    It has the difference at each of `xs`, values of the key, and the mean, which is judged.
+    """
+    table = Table(["first", "second", *(format_tick(group.key, x) for x in xs)])
+    table.columns += ["first minus second, 95%", "interval over", "first is", "Holm's p"]
+    table.columns += ["in the paper"]
     for pair in sorted(comparisons, key=lambda pair: -abs(pair.difference.mean)):
-        mean, cells = pair.difference, [pair.left.label, pair.right.label]
+        row = {"first": pair.left.label, "second": pair.right.label}
         for x in xs:
-            difference = estimate(setting, pair.left, pair.right, xs=[x])
-            half = f" ± {difference.half_width:.4f}" if difference and difference.over else ""
-            cells.append(f"{difference.mean:+.4f}{half}" if difference else "")
-        over = f"{mean.seeds} seeds" if mean.over == "seeds" else mean.over or "-"
-        p = "-" if math.isnan(mean.p) else f"{mean.p:.2g}"
-        rows.append([*cells, str(mean), over, f"**{mean.verdict}**", p, find_claim(pair)])
-    if not any(row[-1] for row in rows):
-        return head[:-1], [row[:-1] for row in rows]
-    return head, rows
+            difference = measure_difference(group, pair.left, pair.right, xs=[x])
+            row[format_tick(group.key, x)] = format_half_width(difference)
+        row["first minus second, 95%"] = str(pair.difference)
+        row["interval over"] = describe_draws(pair.difference)
+        row["first is"] = f"**{pair.difference.verdict}**"
+        row["Holm's p"] = format_p(pair.difference)
+        row["in the paper"] = find_claim(pair)
+        table.rows.append(row)
+    table.drop_empty(["in the paper"])
+    return table
+
+
+def format_half_width(difference: Difference | None) -> str:
+    """A difference as mean ± half its interval; "" for None."""
+    if difference is None:
+        return ""
+    mean = f"{difference.mean:+.4f}"
+    return f"{mean} ± {difference.half_width:.4f}" if difference.over else mean
+
+
+def describe_draws(difference: Difference) -> str:
+    """The number or kind of draws that a difference's interval is over."""
+    if difference.over == "seeds":
+        return f"{difference.seeds} seeds"
+    return difference.over or "-"
+
+
+def format_p(difference: Difference) -> str:
+    """Holm's p-value; - if there is none."""
+    return "-" if math.isnan(difference.p) else f"{difference.p:.2g}"
 
 
 def find_claim(pair: Comparison) -> str:
-    """What the paper says the first of a pair is, at its routers' own norms; "" if nothing."""
-    if any(arm.options.get("model.gate_norm") != 0 for arm in (pair.left, pair.right)):
-        return ""
-    if (pair.left.router, pair.right.router) in LOWER_IN_PAPER:
+    """The paper's verdict on the first of a pair, at its routers' own norms; "" without one."""
+    for variant in (pair.left, pair.right):
+        if variant.options.get("model.gate_norm") != 0:
+            return ""
+    routers = (pair.left.router, pair.right.router)
+    if routers in LOWER_IN_PAPER:
         return LOWER
-    return HIGHER if (pair.right.router, pair.left.router) in LOWER_IN_PAPER else ""
+    if routers[::-1] in LOWER_IN_PAPER:
+        return HIGHER
+    return ""
 
 
-def find_measures(setting: Setting) -> dict[str, str]:
-    """{name in metrics.jsonl: format} of what the runs of the setting measured besides the losses."""
-    names = {
-        name
-        for run in setting.runs
-        for line in [*run.evaluations.values(), *run.logs]
-        for name in line
-    }
-    documents = {run.config.eval.task_limit for run in setting.runs}
-    if len(documents) > 1:  # scores on other documents cannot be compared
+def find_measures(group: Group) -> dict[str, str]:
+    """{name in metrics.jsonl: format} of what the runs of a group measured besides val/loss.
+
+    Scores of tasks are left out where they are of different documents.
+    """
+    names: set[str] = set()
+    for run in group.runs:
+        for line in run.lines:
+            names.update(line)
+    task_limits = {run.config.eval.task_limit for run in group.runs}
+    if len(task_limits) > 1:
         names = {name for name in names if not name.startswith("tasks/")}
-    of_sets = [
-        name
-        for name in sorted(names)
-        if re.fullmatch(r"val/.+/loss|tasks/.+/(acc|bits_per_byte)", name)
-    ]
-    return {
-        name: form
-        for name, form in (MEASURES | dict.fromkeys(of_sets, ".4f")).items()
-        if name in names
-    }
+    formats = {name: form for name, form in MEASURES.items() if name in names}
+    for name in sorted(names):
+        if LOSSES_AND_SCORES.fullmatch(name):
+            formats[name] = ".4f"
+    return formats
 
 
-def read_measure(setting: Setting, cell: Mapping[int, Run], name: str) -> list[float]:
-    """A measure at the end of each run of a cell that has it; tasks may be scored less often, then at their last."""
+def read_measure(group: Group, runs: Mapping[int, Run], name: str) -> list[float]:
+    """A measure at the end of each of `runs`, {seed: run}, that has it.
+
+    Where tasks are scored less often than losses, their last score counts.
+    """
     values = []
-    for run in cell.values():
-        last = setting.evaluation(run)["step"]
-        values += [value for step, value in run.series(name).items() if step <= last][-1:]
+    for run in runs.values():
+        last_step = group.evaluation(run)["step"]
+        measured = [value for step, value in run.series(name).items() if step <= last_step]
+        values += measured[-1:]
     return values
 
 
-def build_measure_table(setting: Setting) -> Table:
-    """What is measured besides the loss, at the end: a row for each arm and value of the key, a column for each."""
-    measures = find_measures(setting)
-    rows = []
-    for arm in setting.arms:
-        for x, cell in sorted(arm.cells.items()):
-            row = [
-                ", ".join(
-                    filter(None, [arm.label, label_value(setting.key, x) if setting.key else ""])
-                )
-            ]
+def build_measure_table(group: Group) -> Table:
+    """The measures at the end, with a row for each variant and value of the key."""
+    measures = find_measures(group)
+    table = Table(["at the end", *measures])
+    for variant in group.variants:
+        for x, runs in sorted(variant.runs_by_x.items()):
+            row = {}
             for name, form in measures.items():
-                values = read_measure(setting, cell, name)
-                row.append(format_mean(values, form) if values else "")
-            if any(row[1:]):
-                rows.append(row)
-    return ["at the end", *measures], rows
+                row[name] = format_mean(read_measure(group, runs, name), form)
+            if any(row.values()):
+                label = format_value(group.key, x) if group.key else ""
+                row["at the end"] = join_labels(variant.label, label)
+                table.rows.append(row)
+    return table
 
 
-def describe_setting(setting: Setting) -> str:
-    """The text, how long is trained, and the validation windows."""
-    run = setting.runs[0]
+def describe_group(group: Group) -> str:
+    """The text, the length of training, and the validation windows."""
+    run = group.runs[0]
     tokens = run.config.train.batch_size * run.config.model.block_size
-    steps = " or ".join(f"{count:,}" for count in sorted({run.max_steps for run in setting.runs}))
-    documents = {*run.evaluations[max(run.evaluations)].get("val/window_documents", ())}
-    of_documents = f" of {plural(len(documents), 'document')}" if documents else ""
-    windows = f"{run.count_windows():,} validation windows{of_documents}"
-    return f"`{run.config.data.label}`: {steps} steps of {tokens:,} tokens; {windows}. Losses in {run.unit}."
+    lengths = sorted({run.max_steps for run in group.runs})
+    steps = " or ".join(f"{length:,}" for length in lengths)
+    windows = f"{run.count_windows():,} validation windows"
+    last_evaluation = run.evaluations[max(run.evaluations)]
+    documents = set(last_evaluation.get("val/window_documents", ()))
+    if documents:
+        windows += f" of {plural(len(documents), 'document')}"
+    return (
+        f"`{run.config.data.label}`: {steps} steps of {tokens:,} tokens; {windows}. "
+        f"Losses in {run.unit}."
+    )

@@ -1,4 +1,4 @@
-"""Watch runs without wandb: a table in the terminal, or a page on this machine that reloads by itself.
+"""Watch runs without wandb: a table in the terminal, or a page that reloads by itself.
 
     python -m scripts.watch                      every run below runs/
     python -m scripts.watch runs/mine-*          these runs, or those below these folders
@@ -24,28 +24,41 @@ from statistics import median
 from typing import Any
 
 from common.command import build_parser, command, require_packages, run_command
-from common.text import first_line, text_table
-from report.runs import Run, find_runs, load_run
+from common.text import first_line
+from report.blocks import Paragraph, Table
+from report.runs import Run, find_runs, read_run
 from runtime.metrics import list_arrays
 
-COLUMNS = {"train/loss": ".4f", "val/loss": ".4f", "perf/tokens_per_sec": ",.0f", "perf/mfu": ".1%"}
+VALUES = {  # column: (name in metrics.jsonl, format)
+    "train loss": ("train/loss", ".4f"),
+    "val loss": ("val/loss", ".4f"),
+    "tokens/s": ("perf/tokens_per_sec", ",.0f"),
+    "MFU": ("perf/mfu", ".1%"),
+}
+COLUMNS = ("run", "state", "step", *VALUES, "left", "trouble")
 SILENT = 300  # seconds without a line of metrics before a run in progress is called silent
-HEAD = ("run", "state", "step", "train loss", "val loss", "tokens/s", "MFU", "left", "trouble")
 
 
-def describe_run(run: Run, now: float | None = None) -> list[str]:
-    """Cells under HEAD of a run at the time `now`, in seconds since 1970, by default this moment; empty if unknown.
+def describe_run(run: Run, now: float | None = None) -> dict[str, str]:
+    """COLUMNS of a run; those that are unknown are empty.
 
     Its state is running, silent, finished, failed or stopped. The time left is at the median speed
     of the last lines.
+
+    Args:
+        run: read from its folder.
+        now: seconds since 1970; by default this moment.
     """
-    now = time.time() if now is None else now
+    if now is None:
+        now = time.time()
     last = newest_values(run)
-    step, trouble = int(last.get("step", 0)), find_trouble(run, last)
+    step = int(last.get("step", 0))
+    trouble = find_trouble(run, last)
     alive = is_alive(run.folder / "lock", now)
     quiet = now - last_modified(run.folder / "metrics.jsonl", run.folder / "lock")
     if alive and quiet > SILENT:
-        state, trouble = "silent", trouble or f"no metrics for {timedelta(seconds=round(quiet))}"
+        state = "silent"
+        trouble = trouble or f"no metrics for {format_duration(quiet)}"
     elif alive:
         state = "running"
     elif step >= run.max_steps and run.ended:
@@ -54,127 +67,160 @@ def describe_run(run: Run, now: float | None = None) -> list[str]:
         state = "failed"
     else:
         state = "stopped"
-    left, speeds = "", list(run.series("perf/tokens_per_sec").values())[-5:]
-    if alive and speeds and median(speeds) > 0:
-        tokens = (run.max_steps - step) * run.config.train.batch_size * run.config.model.block_size
-        left = str(timedelta(seconds=round(tokens / median(speeds))))
-    progress = f"{step:,} of {run.max_steps:,} {step / run.max_steps:>4.0%}"
-    values = [f"{last[name]:{form}}" if name in last else "" for name, form in COLUMNS.items()]
-    return [str(run.folder), state, progress, *values, left, trouble]
+    row = {
+        "run": str(run.folder),
+        "state": state,
+        "step": f"{step:,} of {run.max_steps:,} {step / run.max_steps:>4.0%}",
+    }
+    for column, (name, form) in VALUES.items():
+        row[column] = f"{last[name]:{form}}" if name in last else ""
+    row["left"] = estimate_time_left(run, step) if alive else ""
+    row["trouble"] = trouble
+    return row
 
 
-def build_table(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table, without the columns that are empty for every run."""
-    head, *cells = zip(
-        *(column for column in zip(HEAD, *rows, strict=True) if any(column[1:])), strict=True
-    )
-    return list(head), [list(row) for row in cells]
+def estimate_time_left(run: Run, step: int) -> str:
+    """The time from `step` to the end at the median speed of the last five lines; "" if unknown."""
+    speeds = list(run.series("perf/tokens_per_sec").values())[-5:]
+    if not speeds or median(speeds) <= 0:
+        return ""
+    tokens_per_step = run.config.train.batch_size * run.config.model.block_size
+    tokens_left = (run.max_steps - step) * tokens_per_step
+    return format_duration(tokens_left / median(speeds))
+
+
+def format_duration(seconds: float) -> str:
+    """A duration such as 0:01:30."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def build_table(rows: Sequence[dict[str, str]]) -> Table:
+    """The table of the runs, without the columns that are empty for every run."""
+    table = Table(list(COLUMNS), list(rows))
+    table.drop_empty(COLUMNS)
+    return table
 
 
 def newest_values(run: Run) -> dict[str, float]:
-    """The newest value of each name in the run's metrics; of `val/loss` the one that was not finite, if it was last."""
+    """The newest value of each name in the run's metrics.
+
+    `val/loss` is NaN if the last one was not finite.
+    """
     values = {}
-    for line in sorted([*run.evaluations.values(), *run.logs], key=lambda line: line["step"]):
-        values |= {name: value for name, value in line.items() if isinstance(value, int | float)}
+    for line in sorted(run.lines, key=lambda line: line["step"]):
+        for name, value in line.items():
+            if isinstance(value, int | float):
+                values[name] = value
     if run.diverged is not None and run.diverged >= max(run.evaluations, default=0):
-        values |= {"val/loss": math.nan, "step": max(run.diverged, values.get("step", 0))}
+        values["val/loss"] = math.nan
+        values["step"] = max(run.diverged, values.get("step", 0))
     return values
 
 
 def find_trouble(run: Run, last: dict[str, float]) -> str:
-    """The gravest thing that the run's files tell of, or nothing."""
+    """The gravest problem that the run's files show; "" without one."""
     for name in ("val/loss", "train/loss"):
         if not math.isfinite(last.get(name, 0.0)):
             return f"{name} is {last[name]}"
-    if dumps := sorted(run.folder.glob("crash-step_*.json")):
+    dumps = sorted(run.folder.glob("crash-step_*.json"))
+    if dumps:
         return f"crash dump {dumps[-1].name}"
-    log = run.folder / "train.log"  # of a sweep's point
-    lines = re.findall(
-        r"^(?:error|warning): .*", log.read_text(errors="replace") if log.exists() else "", re.M
-    )
-    return lines[-1] if lines else ""
+    log = run.folder / "train.log"  # which scripts.sweep writes
+    if not log.exists():
+        return ""
+    messages = re.findall(r"^(?:error|warning): .*", log.read_text(errors="replace"), re.M)
+    return messages[-1] if messages else ""
 
 
 def is_alive(lock: Path, now: float) -> bool:
-    """Whether the process that wrote the lock file of a run's folder lives.
+    """Return True if the process that wrote the lock file of a run's folder lives.
 
-    A process on this machine is looked up, without touching its lock. Of one on another machine
-    nothing can be known but the run's last line of metrics: it counts as alive while that is fresh.
+    A process on this machine is looked up, without touching its lock. A process on another machine
+    counts as alive while the run's last line of metrics is fresh.
     """
-    owner = re.fullmatch(r"process (\d+) on (.*)\n?", lock.read_text() if lock.exists() else "")
+    if not lock.exists():
+        return False
+    owner = re.fullmatch(r"process (\d+) on (.*)\n?", lock.read_text())
     if not owner:
         return False
-    if owner[2] != platform.node():
+    process, host = owner.groups()
+    if host != platform.node():
         return now - last_modified(lock.with_name("metrics.jsonl"), lock) < SILENT
     try:
-        os.kill(int(owner[1]), 0)
+        os.kill(int(process), 0)  # signal 0 only asks whether it exists
     except OSError as error:
         return isinstance(error, PermissionError)  # another user's process lives
     return True
 
 
 def last_modified(*files: Path) -> float:
-    """When the newest of `files` was written, in seconds since 1970; 0 if none is there."""
+    """The time at which the newest of `files` was written, in seconds since 1970; 0 without any."""
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
 @lru_cache(maxsize=1000)
-def load_cached(folder: Path, modified: float) -> Run:
-    """`load_run`, again when `modified`, the time of the newest file, is another."""
-    return load_run(folder)
+def read_cached(folder: Path, modified: float) -> Run:
+    """The run in a folder, read again when `modified`, the time of its newest file, changes."""
+    return read_run(folder)
 
 
 def read_runs(places: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """The runs at these places as they are now, and a line for each folder that cannot be read."""
-    runs, errors = [], []
+    runs = []
+    errors = []
     for folder in find_runs(places):
         metrics = folder / "metrics.jsonl"
         try:
-            runs.append(
-                load_cached(
-                    folder, last_modified(folder / "config.toml", metrics, *list_arrays(metrics))
-                )
-            )
+            modified = last_modified(folder / "config.toml", metrics, *list_arrays(metrics))
+            runs.append(read_cached(folder, modified))
         except (OSError, ValueError) as error:
             errors.append(f"left out: {folder}: {first_line(error)}")
     return runs, errors
 
 
 def format_table(places: Sequence[Path]) -> str:
-    """All runs, and the folders that cannot be read."""
+    """The table of all runs, and the folders that cannot be read."""
     runs, errors = read_runs(places)
-    none = f"no runs in {', '.join(map(str, places))} yet"
-    return "\n".join(
-        [text_table(*build_table([*map(describe_run, runs)]), left=2) if runs else none, *errors]
-    )
+    text = f"no runs in {', '.join(map(str, places))} yet"
+    if runs:
+        rows = [describe_run(run) for run in runs]
+        text = build_table(rows).to_text(left=2)
+    return "\n".join([text, *errors])
 
 
-def build_page(runs: Sequence[Run], rows: list[list[str]]) -> bytes:
-    """The runs' table, and below it the report of those that were evaluated, as one HTML file that reloads itself."""
+def build_page(runs: Sequence[Run], rows: Sequence[dict[str, str]]) -> bytes:
+    """The runs' table, and below it the report of evaluated runs, as one HTML file.
+
+    The page reloads itself.
+    """
+    from report.groups import group_runs
     from report.page import Report, write_report  # imports torch and matplotlib
-    from report.settings import group_runs
 
     evaluated = [run for run in runs if run.evaluations]
-    try:
-        report = Report(*group_runs(evaluated, unfinished=True)) if evaluated else Report([], [])
-    # runs of several texts under one setting, say: their table is shown all the same
-    except ValueError as error:
-        report = Report([], [f"not compared: {error}"])
+    report = Report([], [])
+    if evaluated:
+        try:
+            groups, notes = group_runs(evaluated, unfinished=True)
+            report = Report(groups, notes)
+        except ValueError as error:  # such as runs of several texts: their table is shown
+            report = Report([], [f"not compared: {error}"])
+    table = build_table(rows) if rows else Paragraph("No runs yet.")
     with tempfile.TemporaryDirectory() as folder:
-        write_report(
-            report, Path(folder), [("table", *build_table(rows)) if rows else ("p", "No runs yet.")]
-        )
+        write_report(report, Path(folder), before=[table])
         html = Path(folder, "report.html").read_text()
     every_10_seconds = '<meta http-equiv="refresh" content="10">'
     return html.replace("<head>", f"<head>\n{every_10_seconds}", 1).encode()
 
 
 def make_server(port: int, read: Callable[[], list[Run]]) -> ThreadingHTTPServer:
-    """A server on 127.0.0.1 that answers / with the page of the runs that `read` returns; port 0 takes any free one.
+    """A server on 127.0.0.1 that answers / with the page of the runs that `read` returns.
 
-    The page is built again if a row of its table changed. Raises OSError if the port is taken.
+    Port 0 means any free one. The page is built again if a row of its table changed.
+
+    Raises:
+        OSError: the port is in use.
     """
-    rows: list[list[str]] = []
+    rows: list[dict[str, str]] = []
     page = b""
     lock = threading.Lock()  # the server has a thread per request
 
@@ -182,15 +228,17 @@ def make_server(port: int, read: Callable[[], list[Run]]) -> ThreadingHTTPServer
         def do_GET(self) -> None:
             nonlocal rows, page
             host = self.headers.get("Host", "").rsplit(":", 1)[0]
-            # a page elsewhere that had its name point here
+            # any other name is that of a foreign page, which had it point to this machine
             if host not in ("127.0.0.1", "localhost"):
                 return self.send_error(403, "open it as http://127.0.0.1")
             if self.path != "/":
                 return self.send_error(404)
             with lock:
                 runs = read()
-                if (newest := [*map(describe_run, runs)]) != rows or not page:
-                    rows, page = newest, build_page(runs, newest)
+                newest = [describe_run(run) for run in runs]
+                if newest != rows or not page:
+                    rows = newest
+                    page = build_page(runs, rows)
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(page)))
@@ -198,7 +246,7 @@ def make_server(port: int, read: Callable[[], list[Run]]) -> ThreadingHTTPServer
             self.wfile.write(page)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing of requests."""
+            """Log no requests."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
 
@@ -219,9 +267,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="a page, at 6060 by default",
     )
     args = parser.parse_args(argv)
-    if missing := [str(place) for place in args.runs if not place.exists()]:
+    missing = [str(place) for place in args.runs if not place.exists()]
+    if missing:
         raise ValueError(
-            f"{', '.join(missing)}: no such folder; name folders of runs, or leave them out for all of runs/"
+            f"{', '.join(missing)}: no such folder; "
+            "name folders of runs, or leave them out for all of runs/"
         )
     places = args.runs or [Path("runs")]  # which the first run will make
     if args.serve is None:

@@ -12,8 +12,8 @@ import numpy as np
 
 import configure
 from configure.schema import KEYS, Mix
-from report.runs import load_run
-from report.settings import Setting, group_runs
+from report.groups import Group, group_runs
+from report.runs import read_run
 from runtime import checkpoint
 from runtime.metrics import Metrics
 
@@ -73,9 +73,25 @@ def make_seeds(
     ]
 
 
-def load_settings(*folders: Path, key: str | None = None) -> list[Setting]:
-    """The settings that a report has of these runs."""
-    return group_runs([*map(load_run, folders)], key)[0]
+def make_curves(folder: Path, seeds: int = 4) -> list[Path]:
+    """Runs of two routers at three gate norms; tanh's loss is 0.05 higher than kern's."""
+    runs = []
+    for x, end in ((1, 2.3), (2, 2.1), (8, 2.2)):
+        ends = {"kern": end, "tanh": end + 0.05}
+        runs += make_seeds(folder / str(x), ends, seeds, [f"model.gate_norm={x}"], noise=0.003 * x)
+    return runs
+
+
+def loss_of(folder: Path, step: int = -1) -> float:
+    """val/loss by metrics.jsonl, at the end by default, without the report's reader."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
+    return losses[max(losses) if step < 0 else step]
+
+
+def load_groups(*folders: Path, key: str | None = None) -> list[Group]:
+    """The groups that a report has of these runs."""
+    return group_runs([*map(read_run, folders)], key)[0]
 
 
 def with_other(config: configure.Config, key: str) -> configure.Config:

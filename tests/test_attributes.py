@@ -9,8 +9,8 @@ from runs import REPO_ROOT
 from configure import load
 from configure.attributes import key as declare_key
 from configure.schema import KEYS, has_effect, select_keys
+from report.groups import group_runs
 from report.runs import Run
-from report.settings import group_runs
 
 # What moves no loss, except by rounding.
 NEUTRAL = """
@@ -22,7 +22,7 @@ train.on_save_error train.ema_decay train.deterministic
 eval.interval eval.tasks eval.task_interval eval.task_limit eval.tasks_dir
 log.interval log.wandb log.project log.group log.tensorboard
 """
-# What arms of one setting may differ in.
+# What variants of one group may differ in.
 OPTIONS = """
 model.router model.n_hash_layer model.gate_scale model.gate_norm train.dtype train.balance_loss_coef
 train.balance_loss_scope train.z_loss_coef train.bias_update train.bias_update_rate
@@ -61,13 +61,13 @@ def base(write):
 
 
 def count_arms(*configs):
-    """The number of arms of each setting that a report has of these runs, each of its own seed."""
+    """The number of variants of each group in a report of these runs, each of its own seed."""
     runs = []
     for seed, config in enumerate(configs):
         own = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
         losses = {step: {"step": step, "val/loss": 2.0} for step in (0, config.train.max_steps)}
         runs.append(Run(REPO_ROOT / f"absent{seed}", own, losses))
-    return [len(setting.arms) for setting in group_runs(runs)[0]]
+    return [len(group.variants) for group in group_runs(runs)[0]]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -76,7 +76,7 @@ def test_reports_compare_runs_by_what_a_key_changes(base, key):
         arms = [1]
     elif key in OPTIONS.split():
         arms = [2]
-    else:  # a key in no table: two settings
+    else:  # a key in no table: two groups
         arms = [1, 1]
     assert count_arms(base, with_other(base, key)) == arms
 

@@ -10,8 +10,8 @@ from runs import checkpoints, content, end, run, steps
 
 import configure
 import train
-from report.runs import load_run
-from report.settings import group_runs
+from report.groups import group_runs
+from report.runs import read_run
 from runtime import RunError, checkpoint
 from runtime.branch import check_length
 from runtime.distributed import Ranks
@@ -89,7 +89,7 @@ def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, 
     assert f"from step 9 of {path_of(trunk)}\n" in capsys.readouterr().out
     assert configure.load(path_of(config) / "config.toml") == config
     # of one setting
-    assert len(group_runs([load_run(path_of(one)) for one in (config, alone)])[0]) == 1
+    assert len(group_runs([read_run(path_of(one)) for one in (config, alone)])[0]) == 1
 
 
 @pytest.mark.parametrize(("overrides", "says"), [

@@ -8,26 +8,31 @@ import shutil
 
 import numpy as np
 import pytest
-from fake_runs import CONFIG, add_checkpoint, load_settings, make_run, make_seeds
+from fake_runs import (
+    CONFIG,
+    add_checkpoint,
+    load_groups,
+    loss_of,
+    make_curves,
+    make_run,
+    make_seeds,
+)
 from scipy import stats
 
 from report import tables
-from report.comparisons import choose_best, compare_setting
+from report.comparisons import compare_group
+from report.groups import group_runs
 from report.paper import NUMBERS, read_paper_losses
-from report.runs import load_evaluated, load_run
-from report.settings import group_runs
+from report.runs import read_evaluated_runs, read_run
 from report.tables import find_measures
 
 
 def load(*folders, key=None, **options):
-    return group_runs([*map(load_run, folders)], key, **options)
+    return group_runs([*map(read_run, folders)], key, **options)
 
 
-def loss_of(folder, step=-1):
-    """val/loss by metrics.jsonl, without the report's reader."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
-    return losses[max(losses) if step < 0 else step]
+def labels_of(group):
+    return [variant.label for variant in group.variants]
 
 
 def name_of(comparison):
@@ -39,14 +44,14 @@ def test_losses_that_are_not_finite(tmp_path):
     folder = make_run(tmp_path / "kern", until=0.7)
     line, metrics = '{"step": %d, "tokens": 1, "val/loss": NaN}\n', folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + line % 800 + line % 900)
-    assert load_run(folder).progress == "evaluated up to step 700, loss not finite at 800"
+    assert read_run(folder).progress == "evaluated up to step 700, loss not finite at 800"
     for text, said in (
         (line % 0, "diverged; lower optim.lr"),
         ("", "not evaluated yet; continue with train.py"),
     ):
         metrics.write_text(text)
         with pytest.raises(ValueError, match=said):
-            load_evaluated([folder])
+            read_evaluated_runs([folder])
 
 
 def test_folders_stand_for_the_runs_below_them(tmp_path):
@@ -54,7 +59,9 @@ def test_folders_stand_for_the_runs_below_them(tmp_path):
     (tmp_path / "report").mkdir()
     for folder in (tmp_path / "report", runs[0]):  # a run counts, also if it has a report
         (folder / "report.html").write_text("")
-    read, (note,) = load_evaluated([runs[1], tmp_path, tmp_path / "nothing", tmp_path / "report"])
+    read, (note,) = read_evaluated_runs(
+        [runs[1], tmp_path, tmp_path / "nothing", tmp_path / "report"]
+    )
     assert [run.folder for run in read] == [runs[1], runs[0]]
     assert note.startswith(f"left out: {tmp_path}/nothing: no such folder")
 
@@ -74,48 +81,41 @@ def test_runs_on_other_text_are_refused(tmp_path):
         ):
             load(dense, softmax, kern)
         (kern / "checkpoints/step_00000200/manifest.json").write_text("damaged")
-        assert len(load_settings(dense, softmax, kern)) == 1
+        assert len(load_groups(dense, softmax, kern)) == 1
         shutil.rmtree(kern / "checkpoints")
     more = make_run(tmp_path / "more", "model.router=tanh", windows=9)
     with pytest.raises(ValueError, match="number of validation windows is 8 and 9"):
         load(softmax, more)
     other = make_run(tmp_path / "other", "data.name=other")
-    settings, notes = load(softmax, more, other)  # the other setting stands
-    assert [setting.label for setting in settings] == [
-        "other"
-    ] and "number of validation windows" in notes[-1]
+    groups, notes = load(softmax, more, other)  # the other group stands
+    assert [group.label for group in groups] == ["other"]
+    assert "number of validation windows" in notes[-1]
 
 
-# ---- settings and arms
-def test_a_setting_is_what_changes_a_loss(tmp_path):
+# ---- groups and variants
+def test_a_group_is_what_changes_a_loss(tmp_path):
     runs = []
     for name, n in (("arxiv", 128), ("books3", 32), ("arxiv", 32), ("books3", 128)):
         own = [f"data.name={name}", f"model.n_expert={n}"]
         runs += make_seeds(tmp_path / f"{name}{n}", {"kern": 2, "softmax": 2}, 1, own)
-    settings = load_settings(*runs)
+    groups = load_groups(*runs)
     labels = [f"n_expert {n}, {name}" for n in (32, 128) for name in ("arxiv", "books3")]
-    assert [setting.label for setting in settings] == labels
-    assert all([arm.label for arm in setting.arms] == ["softmax", "kern"] for setting in settings)
-    same = [
-        "eval.interval=50",
-        "train.micro_batch_size=4",
-        "train.device=cpu",
-        "data.dir=/elsewhere",
-        "log.group=x",
-    ]
+    assert [group.label for group in groups] == labels
+    for group in groups:
+        assert labels_of(group) == ["softmax", "kern"]
+    same = ["eval.interval=50", "train.micro_batch_size=4", "train.device=cpu"]
+    same += ["data.dir=/elsewhere", "log.group=x"]
     other = ["optim.lr=1e-4", "train.batch_size=16", "model.top_k=4", "eval.windows=64"]
-    runs = [
-        make_run(tmp_path / f"x{i}", text) for i, text in enumerate(["run.seed=0", *same, *other])
-    ]
-    settings = load_settings(*runs)
-    assert len(settings) == 1 + len(other) and len({setting.label for setting in settings}) == len(
-        settings
-    )
+    runs = []
+    for i, override in enumerate(["run.seed=0", *same, *other]):
+        runs.append(make_run(tmp_path / f"x{i}", override))
+    groups = load_groups(*runs)
+    labels = {group.label for group in groups}
+    assert len(groups) == len(labels) == 1 + len(other)
     # not in labels
     more = ["model.n_layer=3", "optim.warmup_steps=9", "model.init_std=0.5", "model.dropout=0.1"]
-    labels = {
-        setting.label for setting in load_settings(*runs, make_run(tmp_path / "y", *other, *more))
-    }
+    groups = load_groups(*runs, make_run(tmp_path / "y", *other, *more))
+    labels = {group.label for group in groups}
     assert len(labels) == 2 + len(other)
 
 
@@ -125,8 +125,8 @@ def test_scores_on_other_documents_are_not_compared(tmp_path, limits, shown):
     for seed, limit in enumerate(limits):
         own = [f"run.seed={seed}", f"eval.task_limit={limit}"]
         runs.append(make_run(tmp_path / str(seed), *own, measured=["tasks/arc/acc"]))
-    (setting,) = load_settings(*runs)
-    assert ("tasks/arc/acc" in find_measures(setting)) == shown
+    (group,) = load_groups(*runs)
+    assert ("tasks/arc/acc" in find_measures(group)) == shown
 
 
 @pytest.mark.parametrize("scope, count", [("global", 1), ("micro_batch", 2)])
@@ -136,48 +136,43 @@ def test_a_balance_loss_over_micro_batches_depends_on_their_size(tmp_path, scope
         make_run(tmp_path / str(n), *given, f"train.micro_batch_size={n}", f"run.seed={n}")
         for n in (2, 4)
     ]
-    assert len(load_settings(*runs)[0].arms) == count
+    assert len(load_groups(*runs)[0].variants) == count
 
 
 def test_types_are_named_where_a_router_has_several(tmp_path):
-    """Seeds of one router in two types are two arms, which share no seed."""
+    """Seeds of one router in two types are two variants, which share no seed."""
     runs = [make_run(tmp_path / "dense", "model.router=dense", "train.dtype=bfloat16")]
     runs.append(make_run(tmp_path / "kern", "train.dtype=float32"))
-    (setting,) = load_settings(*runs)
-    assert [arm.label for arm in setting.arms] == ["dense", "kern"] and len(
-        compare_setting(setting)
-    ) == 1
+    (group,) = load_groups(*runs)
+    assert labels_of(group) == ["dense", "kern"] and len(compare_group(group)) == 1
     runs.append(
         make_run(tmp_path / "dense1", "model.router=dense", "run.seed=1", "train.dtype=float32")
     )
-    (setting,) = load_settings(*runs)
-    assert [arm.label for arm in setting.arms] == [
-        "dense, bfloat16",
-        "dense, float32",
-        "kern, float32",
-    ]
-    assert [*map(name_of, compare_setting(setting))] == ["dense, bfloat16 against kern, float32"]
+    (group,) = load_groups(*runs)
+    assert labels_of(group) == ["dense, bfloat16", "dense, float32", "kern, float32"]
+    (comparison,) = compare_group(group)
+    assert name_of(comparison) == "dense, bfloat16 against kern, float32"
 
 
 def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
-    """Unfinished ones where others ended, and all but one of a setting, router and seed."""
+    """Unfinished ones where others ended, and all but one of a group, router and seed."""
     kern, dense = make_run(tmp_path / "kern"), make_run(tmp_path / "dense", "model.router=dense")
     early = make_run(tmp_path / "early", "model.router=tanh", until=0.2)
     again = make_run(tmp_path / "again", until=0.5)
     # keys that change no loss
     twice = make_run(tmp_path / "twice", "train.micro_batch_size=4", "log.interval=3")
-    (setting,), notes = load(again, early, kern, dense, twice)
-    assert setting.steps[-1] == 1000 and {run.folder for run in setting.runs} == {kern, dense}
+    (group,), notes = load(again, early, kern, dense, twice)
+    assert group.steps[-1] == 1000 and {run.folder for run in group.runs} == {kern, dense}
     assert sorted(notes) == sorted([
         f"{again} is left out: evaluated up to step 500 of 1,000",
         f"{early} is left out: evaluated up to step 200 of 1,000",
         f"{twice} is left out: {kern} has the same settings and seed",
     ])  # fmt: skip
-    (setting,), _ = load(again, early, kern, dense, unfinished=True)  # as the live page shows them
-    assert setting.steps[-1] == 200 and {run.folder for run in setting.runs} == {early, kern, dense}
+    (group,), _ = load(again, early, kern, dense, unfinished=True)  # as the live page shows them
+    assert group.steps[-1] == 200 and {run.folder for run in group.runs} == {early, kern, dense}
     further = make_run(tmp_path / "x", until=0.6)
-    (setting,), notes = load(again, further)
-    assert setting.steps[-1] == 600 and f"{again} is left out: {further}" in notes[0]
+    (group,), notes = load(again, further)
+    assert group.steps[-1] == 600 and f"{again} is left out: {further}" in notes[0]
     assert notes[1].startswith(
         f"incomplete: {further} (evaluated up to step 600). Losses are compared at step 600"
     )
@@ -193,8 +188,8 @@ def test_differences_are_of_seeds_in_common(tmp_path):
         make_run(tmp_path / f"d{seed}", f"run.seed={seed}", "model.router=dense")
         for seed in (2, 3, 1, 4)
     ]
-    (setting,), notes = load(*kern, *dense)
-    (comparison,) = compare_setting(setting, "dense")
+    (group,), notes = load(*kern, *dense)
+    (comparison,) = compare_group(group, "dense")
     pairs = [(loss_of(tmp_path / f"k{seed}"), loss_of(tmp_path / f"d{seed}")) for seed in (1, 3, 4)]
     oracle = stats.ttest_rel(*zip(*pairs, strict=True))
     interval = oracle.confidence_interval()
@@ -208,24 +203,25 @@ def test_differences_are_of_seeds_in_common(tmp_path):
     assert len(notes) == 1 and notes[0].startswith(
         "incomplete: dense lacks seed 0; kern lacks seed 2. "
     )
-    head, (row, other) = tables.build_loss_table(setting)
-    assert head[-1] == "1,000" and row[:2] == ["**dense**", "4"]
+    table = tables.build_loss_table(group)
+    row, other = table.lines
+    assert table.columns[-1] == "1,000" and row[:2] == ["**dense**", "4"]
     losses = [loss_of(run) for run in kern]
     assert other[-1] == f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}"
-    (setting,) = load_settings(kern[0], dense[0])
-    assert compare_setting(setting) == []
+    (group,) = load_groups(kern[0], dense[0])
+    assert compare_group(group) == []
 
 
 @pytest.mark.parametrize("seeds, said", [(1, "1 seed"), (2, "2 seeds")])
 def test_few_seeds_have_an_interval_over_documents_that_decides_nothing(tmp_path, seeds, said):
     runs = make_seeds(tmp_path, {"kern": 1.5, "tanh": 2.0}, seeds, noise=0.01, documents=4)
-    (setting,) = load_settings(*runs)
-    (comparison,) = compare_setting(setting, "tanh", margin=9)
-    windows = [np.array(load_run(run).evaluations[1000]["val/window_losses"]) for run in runs]
+    (group,) = load_groups(*runs)
+    (comparison,) = compare_group(group, "tanh", margin=9)
+    windows = [np.array(read_run(run).evaluations[1000]["val/window_losses"]) for run in runs]
     apart = np.mean(windows[:seeds], 0) - np.mean(windows[seeds:], 0)
     oracle = stats.ttest_1samp(apart.reshape(4, -1).mean(1), 0).confidence_interval()
     assert comparison.difference.low == pytest.approx(oracle.low)
-    _, (row,) = tables.build_pairs_table(setting, [comparison])
+    (row,) = tables.build_pairs_table(group, [comparison]).lines
     assert row[3:] == ["documents", f"**undecided ({said})**", "-", "lower"]
 
 
@@ -236,11 +232,15 @@ def test_few_seeds_have_an_interval_over_documents_that_decides_nothing(tmp_path
     ("tanh", "sigmoid", 0, None),  # no claim
 ])  # fmt: skip
 def test_what_the_paper_claims(tmp_path, left, right, norm, said):
-    (setting,) = load_settings(
+    (group,) = load_groups(
         *make_seeds(tmp_path, {left: 2.0, right: 2.0}, 1, [f"model.gate_norm={norm}"])
     )
-    head, (row,) = tables.build_pairs_table(setting, compare_setting(setting, right))
-    assert ("in the paper" in head) == (said is not None) and row[6:] == [*filter(None, [said])]
+    table = tables.build_pairs_table(group, compare_group(group, right))
+    (row,) = table.rows
+    if said is None:
+        assert "in the paper" not in table.columns
+    else:
+        assert table.columns[-1] == "in the paper" and row["in the paper"] == said
 
 
 def test_which_arms_are_compared(tmp_path):
@@ -250,107 +250,79 @@ def test_which_arms_are_compared(tmp_path):
         make_run(tmp_path / f"{a}{b}", f"model.router={a}", f"model.gate_scale={b}")
         for a, b in given
     ]
-    (setting,) = load_settings(*runs)
+    (group,) = load_groups(*runs)
     names = [name_of(comparison).replace(", gate_scale ", "").replace(" against ", "-")
-             for comparison in compare_setting(setting)]  # fmt: skip
+             for comparison in compare_group(group)]  # fmt: skip
     wanted = "kern3-kern1 softmax3-softmax1 softmax1-kern1 softmax3-kern3"
     assert sorted(names) == sorted(
         f"{wanted} tanh18-kern1 tanh18-kern3 tanh18-softmax1 tanh18-softmax3".split()
     )
-    assert [arm.label for arm in setting.counterparts(setting.arms[0], "kern")] == [
-        "kern, gate_scale 1"
-    ]
-    (only,) = setting.counterparts(setting.arms[0], "tanh, gate_scale 18")
-    assert only.router == "tanh" and setting.counterparts(only, "tanh") == []
+    (only,) = group.find_counterparts(group.variants[0], "kern")
+    assert only.label == "kern, gate_scale 1"
+    (only,) = group.find_counterparts(group.variants[0], "tanh, gate_scale 18")
+    assert only.router == "tanh" and group.find_counterparts(only, "tanh") == []
     given = [(f"model.gate_scale={x}", f"train.z_loss_coef={x}") for x in (1, 2)]
-    (setting,) = load_settings(*(make_run(tmp_path / text[0], *text) for text in given))
-    assert len(setting.arms) == 2 and compare_setting(setting) == []
-    # an arm that is asked for is compared with all others
-    pair = compare_setting(setting, setting.arms[1].label)[0]
-    assert (pair.left, pair.right) == tuple(setting.arms)
+    (group,) = load_groups(*(make_run(tmp_path / text[0], *text) for text in given))
+    assert len(group.variants) == 2 and compare_group(group) == []
+    # a variant that is asked for is compared with all others
+    pair = compare_group(group, group.variants[1].label)[0]
+    assert (pair.left, pair.right) == tuple(group.variants)
 
 
 # ---- over a key
-def make_curves(folder, seeds=4):
-    """Runs of two routers at three gate norms; tanh is 0.05 above kern."""
-    runs = []
-    for x, end in ((1, 2.3), (2, 2.1), (8, 2.2)):
-        ends = {"kern": end, "tanh": end + 0.05}
-        runs += make_seeds(folder / str(x), ends, seeds, [f"model.gate_norm={x}"], noise=0.003 * x)
-    return runs
-
-
 def test_curves_over_a_key(tmp_path):
     runs = make_curves(tmp_path)
-    (setting,), notes = load(*runs, key="model.gate_norm")
-    assert (
-        notes == []
-        and setting.xs == [1, 2, 8]
-        and [arm.label for arm in setting.arms] == ["tanh", "kern"]
-    )
-    head, rows = tables.build_loss_table(setting)
-    assert head == ["model.gate_norm", "seeds", "1", "2", "8"]
-    kern, tanh = ({x: np.array([loss_of(tmp_path / f"{x}/{router}{seed}") for seed in range(4)]) for x in (1, 2, 8)}
-                  for router in ("kern", "tanh"))  # fmt: skip
-    assert [cell.split()[0] for cell in rows[1][2:]] == [f"{kern[x].mean():.4f}" for x in (1, 2, 8)]
+    (group,), notes = load(*runs, key="model.gate_norm")
+    assert (notes, group.xs, labels_of(group)) == ([], [1, 2, 8], ["tanh", "kern"])
+    table = tables.build_loss_table(group)
+    assert table.columns == ["model.gate_norm", "seeds", "1", "2", "8"]
+    kern, tanh = {}, {}
+    for x in (1, 2, 8):
+        kern[x] = np.array([loss_of(tmp_path / f"{x}/kern{seed}") for seed in range(4)])
+        tanh[x] = np.array([loss_of(tmp_path / f"{x}/tanh{seed}") for seed in range(4)])
+    means = [cell.split()[0] for cell in table.lines[1][2:]]
+    assert means == [f"{losses.mean():.4f}" for losses in kern.values()]
     apart = {x: tanh[x] - kern[x] for x in (1, 2, 8)}
     oracle = stats.ttest_1samp(np.mean(list(apart.values()), 0), 0)
-    (comparison,) = compare_setting(setting)
+    (comparison,) = compare_group(group)
     assert name_of(comparison) == "tanh against kern"
     assert comparison.difference.p_value() == pytest.approx(oracle.pvalue)
-    _, (row,) = tables.build_pairs_table(setting, [comparison], setting.xs)
+    (row,) = tables.build_pairs_table(group, [comparison], group.xs).rows
     interval = stats.ttest_1samp(apart[2], 0).confidence_interval()
-    assert (
-        row[3] == f"{apart[2].mean():+.4f} ± {(interval.high - interval.low) / 2:.4f}"
-        and row[-2] == "**higher**"
-    )
+    assert row["2"] == f"{apart[2].mean():+.4f} ± {(interval.high - interval.low) / 2:.4f}"
+    assert row["first is"] == "**higher**"
 
 
 def test_seeds_and_values_that_curves_lack(tmp_path):
     lacking = ["2/kern3", "8/tanh0", "8/tanh1", *(f"8/kern{seed}" for seed in range(4))]
     runs = [run for run in make_curves(tmp_path) if str(run.relative_to(tmp_path)) not in lacking]
-    (setting,), (note,) = load(*runs, key="model.gate_norm")
-    missing = "tanh at {0} 8 lacks seed 0, 1; kern at {0} 2 lacks seed 3; kern at {0} 8 lacks seed 0, 1, 2, 3"
-    assert note.startswith(f"incomplete: {missing.format('gate_norm')}.")
-    (comparison,) = compare_setting(setting)
-    assert comparison.difference.seeds == 3  # those with both routers at both common values
-    assert [row[1] for row in tables.build_loss_table(setting)[1]] == ["2 to 4", "3 to 4"]
-
-
-def test_the_best_value_is_judged_by_other_seeds(tmp_path):
-    runs = make_curves(tmp_path, seeds=6)
-    lucky = tmp_path / "8/kern5"  # best of all, but of a seed that does not choose
-    text = (lucky / "metrics.jsonl").read_text().splitlines()
-    line = json.loads(text[-1]) | {"val/loss": 0.5}
-    (lucky / "metrics.jsonl").write_text("\n".join([*text[:-1], json.dumps(line)]) + "\n")
-    (setting,) = load_settings(*runs, key="model.gate_norm")
-    (best,) = choose_best(setting, [0, 1])
-    assert (
-        name_of(best) == "kern, gate_norm 2 against tanh, gate_norm 2"
-        and best.difference.seeds == 4
-    )
-    apart = [
-        loss_of(tmp_path / f"2/kern{seed}") - loss_of(tmp_path / f"2/tanh{seed}")
-        for seed in (2, 3, 4, 5)
+    (group,), (note,) = load(*runs, key="model.gate_norm")
+    missing = [
+        "tanh at gate_norm 8 lacks seed 0, 1",
+        "kern at gate_norm 2 lacks seed 3",
+        "kern at gate_norm 8 lacks seed 0, 1, 2, 3",
     ]
-    assert best.difference.mean == pytest.approx(np.mean(apart))
-    for seeds, said in (([9], "no run of this seed"), ([0, 1, 2, 3, 4, 5], "no other seed")):
-        with pytest.raises(ValueError, match=said):
-            choose_best(setting, seeds)
+    assert note.startswith(f"incomplete: {'; '.join(missing)}.")
+    (comparison,) = compare_group(group)
+    assert comparison.difference.seeds == 3  # those with both routers at both common values
+    rows = tables.build_loss_table(group).rows
+    assert [row["seeds"] for row in rows] == ["2 to 4", "3 to 4"]
 
 
 def test_keys_that_change_with_the_key(tmp_path):
     sizes = [("model.n_embd=64", "model.n_layer=2"), ("model.n_embd=128", "model.n_layer=4")]
     runs = [make_run(tmp_path / f"{i}{router}", *size, f"model.router={router}")
             for i, size in enumerate(sizes) for router in ("kern", "tanh")]  # fmt: skip
-    (setting,), (note,) = load(*runs, key="model.n_embd")
-    assert setting.xs == [64, 128] and note == "model.n_layer changed with model.n_embd"
-    assert len(load_settings(*runs, key="model.n_layer")) == 1
+    (group,), (note,) = load(*runs, key="model.n_embd")
+    assert group.xs == [64, 128] and note == "model.n_layer changed with model.n_embd"
+    assert len(load_groups(*runs, key="model.n_layer")) == 1
 
 
 @pytest.mark.parametrize("key, given, said", [
-    ("model.router", [1, 2], "expected a key that is a number"), ("model.gate_nrm", [1, 2], "expected a key"),
-    ("model.gate_norm", [1, 1], "1 value(s) of it"), ("run.seed", [1, 2], "seeds are the observations, not an axis"),
+    ("model.router", [1, 2], "expected a key that is a number"),
+    ("model.gate_nrm", [1, 2], "expected a key"),
+    ("model.gate_norm", [1, 1], "1 value(s) of it"),
+    ("run.seed", [1, 2], "seeds are the observations, not an axis"),
 ])  # fmt: skip
 def test_bad_keys(tmp_path, key, given, said):
     runs = [make_run(tmp_path / str(i), f"model.gate_norm={x}") for i, x in enumerate(given)]
@@ -384,15 +356,19 @@ def test_numbers_are_beside_the_same_part_of_training(tmp_path):
     for steps, heads in ((50_000, ["5,000", "50,000"]), (1000, ["100", "1,000"])):
         given = [f"train.max_steps={steps}", "model.n_layer=2"]
         file = CONFIG / "paper/books3_512.toml"
-        runs = [make_run(tmp_path / f"{router}{steps}", f"model.router={router}", *given, file=file, end=3.5)
-                for router in ("dense", "kern", "softmax")]  # fmt: skip
-        (setting,) = load_settings(*runs)
-        setting.printed = read_paper_losses("books3_512", setting.values)
-        head, rows = tables.build_loss_table(setting)
+        runs = []
+        for router in ("dense", "kern", "softmax"):
+            folder = tmp_path / f"{router}{steps}"
+            runs.append(make_run(folder, f"model.router={router}", *given, file=file, end=3.5))
+        (group,) = load_groups(*runs)
+        group.paper_losses = read_paper_losses("books3_512", group.values)
+        table = tables.build_loss_table(group)
+        head = table.columns
         assert [head[2], head[11], len(head)] == [*heads, 12]
-        assert rows[0][2] == f"{loss_of(runs[0], steps // 10):.4f}"
-        assert rows[1] == ["paper", "", "4.1460", *[""] * 8, "3.4429?"]
+        losses, paper, *_ = table.lines
+        assert losses[2] == f"{loss_of(runs[0], steps // 10):.4f}"
+        assert paper == ["paper", "", "4.1460", *[""] * 8, "3.4429?"]
     with pytest.raises(
         ValueError, match="--experiment small: not a file in config/paper; .* books3_512"
     ):
-        read_paper_losses("small", setting.values)
+        read_paper_losses("small", group.values)

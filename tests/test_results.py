@@ -1,6 +1,4 @@
-"""docs/results.md and docs/results-tables.md: their numbers are those of studies/records, by another
-computation.
-"""
+"""studies/: numbers of docs/results*.md computed from the records in another way."""
 
 import json
 import re
@@ -14,10 +12,10 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from fake_runs import load_settings, make_run
+from fake_runs import load_groups, loss_of, make_curves, make_run
 from scipy import stats
 
-from studies import results
+from studies import best, effects, growth, results
 
 
 def read_losses(archive: Path) -> list[tuple[dict, float]]:
@@ -100,19 +98,18 @@ def test_a_changed_table_is_found(
 
 def test_the_growth_of_the_best_norm_is_found(tmp_path):
     """Losses are parabolas over log norm, whose lowest points a seed shifts by known amounts."""
-    shifts, runs = (0.1, -0.12, 0.02), []
+    shifts = (0.1, -0.12, 0.02)
+    runs = []
     for top_k, x, seed in product((2, 8, 32), (1, 2, 4, 8, 16), range(3)):
         lowest = 0.6 + (0.4 + shifts[seed]) * np.log2(top_k)
         end = 1.5 + 0.01 * (np.log2(x) - lowest) ** 2
         given = [f"model.top_k={top_k}", f"model.gate_norm={x}", f"run.seed={seed}"]
         runs.append(make_run(tmp_path / f"{top_k}-{x}-{seed}", *given, end=end))
-    head, ((_, *best, slope),) = results.tabulate_growth(
-        load_settings(*runs, key="model.gate_norm")
-    )
-    assert head[1:4] == ["top_k 2", "top_k 8", "top_k 32"]
-    assert [float(x) for x in best] == pytest.approx(
-        [2 ** (0.6 + 0.4 * k) for k in (1, 3, 5)], rel=0.02
-    )
+    table = growth.tabulate_growth(load_groups(*runs, key="model.gate_norm"))
+    assert table.columns[1:4] == ["top_k 2", "top_k 8", "top_k 32"]
+    ((_, *best_norms, slope),) = table.lines
+    wanted = [2 ** (0.6 + 0.4 * log_top_k) for log_top_k in (1, 3, 5)]
+    assert [float(x) for x in best_norms] == pytest.approx(wanted, rel=0.02)
     oracle = stats.ttest_1samp([0.4 + shift for shift in shifts], 0)
     low, high = oracle.confidence_interval()
     assert [float(x) for x in re.findall(r"[-+][\d.]+", slope)] == pytest.approx(
@@ -121,24 +118,52 @@ def test_the_growth_of_the_best_norm_is_found(tmp_path):
 
 
 def test_the_parts_of_a_formula_have_their_effects(tmp_path):
-    """Losses are sums of three effects, which a seed shifts by known amounts; a formula less, and
-    there is no table.
+    """Losses are sums of three effects, which a seed shifts by known amounts; seven formulas are
+    refused.
     """
-    effects, shifts, runs = (-0.02, 0.001, 0.03), (0.004, -0.005, 0.001), []
+    sizes = (-0.02, 0.001, 0.03)
+    shifts = (0.004, -0.005, 0.001)
+    runs = []
     for l2, relu, gamma, seed in product((0, 1), (0, 1), (0, 1), range(3)):
-        router = (
-            ("relu, bias" if relu else "identity, bias")
-            + ", pre=l2 over all" * l2
-            + ", gamma" * gamma
-        )
-        end = 1.6 + 0.1 * seed + np.dot((l2, relu, gamma), effects) + l2 * shifts[seed]
+        router = "relu, bias" if relu else "identity, bias"
+        if l2:
+            router += ", pre=l2 over all"
+        if gamma:
+            router += ", gamma"
+        end = 1.6 + 0.1 * seed + np.dot((l2, relu, gamma), sizes) + l2 * shifts[seed]
         given = [f"model.router={router}", f"run.seed={seed}"]
         runs.append(make_run(tmp_path / f"{l2}{relu}{gamma}-{seed}", *given, end=end))
-    ((_, rows),) = results.tabulate_effects(*load_settings(*runs), 0.012)
-    low, high = stats.ttest_1samp([effects[0] + shift for shift in shifts], 0).confidence_interval()
-    assert [float(x) for x in re.findall(r"[-+][\d.]+", rows[0][1])] == pytest.approx(
-        [-0.02, low, high], abs=1e-4
-    )
+    (group,) = load_groups(*runs)
+    rows = effects.tabulate_effects(group, 0.012).lines
+    low, high = stats.ttest_1samp([sizes[0] + shift for shift in shifts], 0).confidence_interval()
+    numbers = [float(x) for x in re.findall(r"[-+][\d.]+", rows[0][1])]
+    assert numbers == pytest.approx([-0.02, low, high], abs=1e-4)
     assert [row[0] for row in rows] == ["**l2 norm**", "**ReLU**", "**γ**"]
     assert [row[3] for row in rows] == ["**lower**", "**equivalent**", "**higher**"]
-    assert results.tabulate_effects(*load_settings(*runs[3:]), 0.012) == []
+    with pytest.raises(ValueError, match="eight formulas"):
+        effects.tabulate_effects(*load_groups(*runs[3:]), 0.012)
+
+
+def test_the_best_value_is_judged_by_other_seeds(tmp_path, call):
+    runs = make_curves(tmp_path, seeds=6)
+    lucky = tmp_path / "8/kern5"  # best of all, but of a seed that does not choose
+    lines = (lucky / "metrics.jsonl").read_text().splitlines()
+    lines[-1] = json.dumps(json.loads(lines[-1]) | {"val/loss": 0.5})
+    (lucky / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (group,) = load_groups(*runs, key="model.gate_norm")
+    (pair,) = best.compare_best(group, [0, 1])
+    labels = (pair.left.label, pair.right.label)
+    assert labels == ("kern, gate_norm 2", "tanh, gate_norm 2")
+    differences = []
+    for seed in (2, 3, 4, 5):
+        differences.append(
+            loss_of(tmp_path / f"2/kern{seed}") - loss_of(tmp_path / f"2/tanh{seed}")
+        )
+    assert pair.difference.mean == pytest.approx(np.mean(differences))
+    assert pair.difference.seeds == 4
+    options = ["--over", "model.gate_norm", "--margin", 0.5, "--choose-on"]
+    row = r"kern, gate_norm 2 +tanh, gate_norm 2 +-0\.\S+ \S+ \S+ +4 seeds +equivalent"
+    assert re.search(row, call(best.main, *runs, *options, 0, 1))
+    assert "no run of this seed" in call(best.main, *runs, *options, 9, code=2)
+    assert "no other seed" in call(best.main, *runs, *options, *range(6), code=2)
+    assert "with --over" in call(best.main, *runs, "--choose-on", 0, code=2)

@@ -34,7 +34,7 @@ from eval.routing import (
 )
 from eval.trained import load_model, load_run
 from model import GPT
-from report.style import STYLES, style
+from report.style import CYCLE, STYLES, choose_style
 from router import ROUTERS, Router, Routing
 from runtime.metrics import read_metrics
 from scripts import draw
@@ -295,13 +295,14 @@ def test_another_file_is_refused(write, call, content):
 
 
 def test_every_router_has_a_style_of_its_own(monkeypatch):
-    assert set(STYLES) == set(ROUTERS)
-    markers = [marker for _, _, marker in STYLES.values()]
+    markers = [marker for _, _, marker in [*STYLES.values(), *CYCLE]]
     assert len(set(markers)) == len(markers)  # readable in black and white
-    monkeypatch.setitem(ROUTERS, "someone's", None)
+    monkeypatch.setitem(ROUTERS, "someone's", None)  # a new router needs no line in style.py
     monkeypatch.setitem(ROUTERS, "another's", None)
-    looks = [repr(style(name)) for name in [*ROUTERS, "removed"]]
-    assert len(set(looks)) == len(looks)
+    formulas = ["relu, bias", "relu, gamma"]
+    styles = [repr(choose_style(name, formulas)) for name in [*ROUTERS, *formulas]]
+    assert len(set(styles)) == len(styles)
+    assert choose_style("someone's") == choose_style("someone's", formulas)  # in every picture
 
 
 # ---- eval/traces.py: what a trace holds, replays against a loop that takes its experts by hand,

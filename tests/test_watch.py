@@ -15,9 +15,9 @@ import matplotlib
 import pytest
 from runs import REPO_ROOT
 
-from report.runs import load_run
+from report.runs import read_run
 from scripts import watch
-from scripts.watch import HEAD, build_page, describe_run, make_server
+from scripts.watch import build_page, describe_run, make_server
 
 TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}
 END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
@@ -59,7 +59,7 @@ def append(folder, *lines):
 
 
 def status_of(folder, now=None):
-    return dict(zip(HEAD, describe_run(load_run(folder), now), strict=True))
+    return describe_run(read_run(folder), now)
 
 
 def dead_process():
@@ -74,7 +74,8 @@ LOG, ME, ELSEWHERE = [(10, TRAINING)], platform.node(), "elsewhere"
 
 @pytest.mark.parametrize("lines, alive, host, quiet, state", [
     ([], True, ME, 1, "running"), (END, True, ME, 299, "running"), (LOG, True, ME, 301, "silent"),
-    ([], False, ME, 1, "stopped"), (LOG, False, ME, 301, "stopped"), (END, False, ME, 1, "finished"),
+    ([], False, ME, 1, "stopped"), (LOG, False, ME, 301, "stopped"),
+    (END, False, ME, 1, "finished"),
     # without its last evaluation
     (END[:1], False, ME, 1, "stopped"), ([(100, TRAINING)], False, ME, 1, "stopped"),
     # lives while it writes
@@ -124,9 +125,11 @@ BAD, GOOD = {"val/loss": NAN}, {"val/loss": 2.0}
     ([(10, TRAINING | {"train/loss": NAN})], {}, "failed", "train/loss is nan"),
     ([(9, GOOD), (10, {"val/loss": float("inf")})], {}, "failed", "val/loss is nan"),
     ([(8, BAD), (9, BAD), (10, GOOD)], {}, "stopped", ""),
-    (LOG, {"crash-step_9.json": "", "crash-step_8.json": ""}, "failed", "crash dump crash-step_9.json"),
+    (LOG, {"crash-step_9.json": "", "crash-step_8.json": ""},
+     "failed", "crash dump crash-step_9.json"),
     (LOG, {"train.log": "error: old\nx\nerror: no disk\ny"}, "failed", "error: no disk"),
-    (LOG, {"train.log": f"{SLOW}\n"}, "stopped", SLOW), (END, {"train.log": f"{SLOW}\n"}, "finished", SLOW),
+    (LOG, {"train.log": f"{SLOW}\n"}, "stopped", SLOW),
+    (END, {"train.log": f"{SLOW}\n"}, "finished", SLOW),
 ])  # fmt: skip
 def test_trouble(make_run, lines, files, state, trouble):
     folder = make_run("one", lines)
@@ -138,7 +141,7 @@ def test_trouble(make_run, lines, files, state, trouble):
 
 # ---- the table
 def test_the_table(make_run, tmp_path, call, monkeypatch):
-    """Columns that are empty everywhere are left out; a folder that cannot be read is named below."""
+    """Columns that are empty everywhere are left out; an unreadable folder is named below."""
     monkeypatch.chdir(tmp_path)
     assert call(watch.main) == "no runs in runs yet\n"
     make_run("a", [(0, {"val/loss": 5.0}), (50, TRAINING | {"val/loss": 3.0})], dead_process())
@@ -215,6 +218,6 @@ def test_runs_that_cannot_be_compared_are_in_the_page(tmp_path, make_run):
         make_run("a", [(10, {"val/loss": 2.0})]),
         make_run("b", [(20, {"val/loss": 2.0})], None, "tanh"),
     ]
-    runs = [*map(load_run, folders)]
+    runs = [*map(read_run, folders)]
     page = build_page(runs, [*map(describe_run, runs)]).decode()
     assert "evaluated at no common step" in page and all(str(folder) in page for folder in folders)

@@ -21,7 +21,7 @@ import configure
 from common.text import plural
 from data.bins import read_meta, sha256_of
 from data.mixture import identify
-from report.runs import load_run
+from report.runs import read_run
 from router import find_spec
 from runtime.distributed import device_name, pick_device
 from runtime.signals import EXIT_CODE, Stop
@@ -193,7 +193,7 @@ def read_result(folder: Path, task: Task) -> dict[str, Any] | None:
     result: dict[str, Any] = {**task._asdict(), "loss": None}
     if not (folder / "config.toml").exists():
         return None
-    run = load_run(folder)
+    run = read_run(folder)
     if not run.ended:
         log = (folder / "train.log").read_text(errors="replace")
         # by runtime/guard.py

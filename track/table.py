@@ -14,7 +14,7 @@ import numpy as np
 from common.files import write_atomic
 from common.text import markdown_table
 from report.comparisons import Difference, estimate_difference, judge_family
-from report.style import style
+from report.style import choose_style
 from track.protocol import BALANCE, REPO_ROOT, Protocol
 from track.record import Record, judged_runs, losses_of, task_of
 
@@ -217,7 +217,7 @@ def draw_differences(protocol: Protocol, rows: Sequence[Row], picture: Path) -> 
     axes.axvspan(-protocol.margin, protocol.margin, color="black", alpha=0.07, label=equivalent)
     axes.axvline(0, color="black", linewidth=0.8)
     for place, (name, difference) in enumerate(drawn.items()):
-        look = style(name) | {"linestyle": "none"}
+        look = choose_style(name, drawn) | {"linestyle": "none"}
         axes.errorbar([difference.mean], [place], xerr=[difference.half_width], capsize=3, **look)
     axes.set_yticks(range(len(drawn)), drawn)
     axes.set_xlabel(f"validation loss minus {protocol.reference}'s, nats per byte, 95% interval")

@@ -1,0 +1,136 @@
+"""The blocks of a page, and a page of blocks as Markdown and as one HTML file.
+
+Text may use **bold** and `code`. HTML in it, such as in the name of a folder, is escaped.
+"""
+
+import base64
+import html
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+
+from common.files import write_atomic
+from common.text import escape_html, markdown_table, text_table
+
+TEMPLATE = Path(__file__).with_name("page.html")  # its policy allows nothing from outside the file
+
+
+@dataclass
+class Heading:
+    """A heading; level 1 is the title of the page."""
+
+    text: str
+    level: int = 2
+
+
+@dataclass
+class Paragraph:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass
+class Bullets:
+    """A list of short texts."""
+
+    items: list[str]
+
+
+@dataclass
+class Picture:
+    """A PNG file in the folder of the page."""
+
+    file: str
+    caption: str
+
+
+@dataclass
+class Table:
+    """Rows of text, each {column: cell}. A column that a row lacks is empty in it."""
+
+    columns: list[str]
+    rows: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """The cells of each row, in the order of the columns."""
+        return [[row.get(column, "") for column in self.columns] for row in self.rows]
+
+    def drop_empty(self, candidates: Sequence[str]) -> None:
+        """Remove the columns among `candidates` that are empty in every row."""
+        for column in candidates:
+            if not any(row.get(column) for row in self.rows):
+                self.columns.remove(column)
+
+    def to_text(self, left: int = 1) -> str:
+        """Aligned text for a terminal; the first `left` columns are aligned to the left."""
+        return text_table(self.columns, self.lines, left)
+
+    def to_markdown(self, gap: str = " ") -> str:
+        """A Markdown table with `gap` between cells and bars."""
+        return markdown_table(self.columns, self.lines, gap)
+
+
+Block = Heading | Paragraph | Bullets | Picture | Table
+
+
+def write_page(title: str, blocks: Sequence[Block], folder: Path) -> None:
+    """Write report.md and report.html into `folder`, where the pictures already are.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    page = [Heading(title, level=1), *blocks]
+    markdown = "\n\n".join(format_markdown(block) for block in page)
+    body = "\n".join(format_html(block, folder) for block in page)
+    template = Template(TEMPLATE.read_text())
+    write_atomic(folder / "report.md", markdown + "\n")
+    write_atomic(folder / "report.html", template.substitute(title=html.escape(title), body=body))
+
+
+def format_markdown(block: Block) -> str:
+    """A block as Markdown."""
+    if isinstance(block, Heading):
+        return f"{'#' * block.level} {escape_html(block.text)}"
+    if isinstance(block, Paragraph):
+        return escape_html(block.text)
+    if isinstance(block, Bullets):
+        return "\n".join(f"- {escape_html(item)}" for item in block.items)
+    if isinstance(block, Picture):
+        caption = escape_html(block.caption)
+        return f"![{caption}]({block.file})\n\n{caption}"
+    return block.to_markdown()
+
+
+def format_html(block: Block, folder: Path) -> str:
+    """A block as HTML; a picture in `folder` is embedded."""
+    if isinstance(block, Heading):
+        return tag(f"h{block.level}", block.text)
+    if isinstance(block, Paragraph):
+        return tag("p", block.text)
+    if isinstance(block, Bullets):
+        return f"<ul>{tag_each('li', block.items)}</ul>"
+    if isinstance(block, Picture):
+        png = base64.b64encode((folder / block.file).read_bytes()).decode()
+        image = f'<img alt="{html.escape(block.caption)}" src="data:image/png;base64,{png}">'
+        return f"<figure>{image}{tag('figcaption', block.caption)}</figure>"
+    head = f"<thead><tr>{tag_each('th', block.columns)}</tr></thead>"
+    body = "\n".join(f"<tr>{tag_each('td', line)}</tr>" for line in block.lines)
+    return f"<table>{head}<tbody>\n{body}\n</tbody></table>"
+
+
+def tag_each(name: str, texts: Sequence[str]) -> str:
+    """Each text as an HTML element."""
+    return "".join(tag(name, text) for text in texts)
+
+
+def tag(name: str, text: str) -> str:
+    """An HTML element of text with bold and code; lines do not break in an interval or after ±."""
+    text = html.escape(text)
+    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
+    text = re.sub(r"`(.+?)`", r"<code>\1</code>", text)
+    text = re.sub(r"\[[^] ]*, [^] ]*\]|± ", lambda match: match[0].replace(" ", "\u00a0"), text)
+    return f"<{name}>{text}</{name}>"

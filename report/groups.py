@@ -1,0 +1,387 @@
+"""Sort runs into groups that can be compared, and each group into variants.
+
+A *variant* is a router with one choice of its options: what balances or scales its gates, and
+train.dtype, which follows the router by default. It has a run for each seed and, in a report over a
+key x, for each value of x. Runs of one *group* differ in router, options, seed and x alone: they
+have the same corpus, shape, schedule and validation windows. configure/schema.py says of each key
+whether it is an option, separates groups or is neutral.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from configure.schema import KEYS, select_keys
+from report.runs import Run, find_text_mismatch
+from report.style import STYLES
+
+FIRST_IN_LABELS = select_keys("label", "first")
+LAST_IN_LABELS = select_keys("label", "last")
+# Keys in which variants of a group may differ besides the router, in the order of labels.
+OPTION_KEYS = [key for key in select_keys("report", "option") if key not in LAST_IN_LABELS]
+OPTION_KEYS += LAST_IN_LABELS
+SETTING_KEYS = select_keys("report", "setting")
+
+
+@dataclass(eq=False)
+class Variant:
+    """A router with its options.
+
+    `label` distinguishes it from all other variants, `options_label` from those of its router.
+    """
+
+    router: str
+    options: dict[str, Any]
+    # {value of the report's key, None without a key: {seed: run}}
+    runs_by_x: dict[Any, dict[int, Run]] = field(default_factory=dict)
+    options_label: str = ""
+
+    @property
+    def label(self) -> str:
+        return join_labels(self.router, self.options_label)
+
+    @property
+    def runs(self) -> list[Run]:
+        runs = []
+        for runs_by_seed in self.runs_by_x.values():
+            runs += [runs_by_seed[seed] for seed in sorted(runs_by_seed)]
+        return runs
+
+    def shares_seed(self, other: "Variant") -> bool:
+        """True if both variants have a run with one seed at one value of the key."""
+        for x in self.runs_by_x.keys() & other.runs_by_x.keys():
+            if self.runs_by_x[x].keys() & other.runs_by_x[x].keys():
+                return True
+        return False
+
+
+@dataclass(eq=False)
+class Group:
+    """Variants that are compared.
+
+    `label` distinguishes the group from others; it is "" if there is only one.
+    """
+
+    label: str
+    values: dict[str, Any]  # of the config's keys that all runs share
+    variants: list[Variant]
+    key: str | None = None  # of a report over a key, which compares losses at the end of each run
+    # the paper's losses as text, {(router, tenths of training): loss}
+    paper_losses: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> list[Run]:
+        runs = []
+        for variant in self.variants:
+            runs += variant.runs
+        return runs
+
+    @property
+    def xs(self) -> list[Any]:
+        """Values of the key, ascending; [None] without a key."""
+        if self.key is None:
+            return [None]
+        xs: set[Any] = set()
+        for variant in self.variants:
+            xs.update(variant.runs_by_x)
+        return sorted(xs)
+
+    @property
+    def max_steps(self) -> int:
+        return max(run.max_steps for run in self.runs)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Steps at which every run was evaluated; the last is compared."""
+        return sorted(set.intersection(*(set(run.evaluations) for run in self.runs)))
+
+    @property
+    def tenths(self) -> dict[int, int]:
+        """{i: step} of the tenths of training, 1 to 10, at which every run was evaluated.
+
+        The paper prints its losses at these: at 5K, 10K, …, 50K.
+        """
+        steps = {}
+        for i in range(1, 11):
+            step, remainder = divmod(self.max_steps * i, 10)
+            if remainder == 0 and step in self.steps:
+                steps[i] = step
+        return steps
+
+    def evaluation(self, run: Run, step: int | None = None) -> dict[str, Any]:
+        """A run's evaluation at `step`; by default the one that is compared.
+
+        That is the run's last in a report over a key, else the one at the last common step.
+        """
+        if step is None:
+            step = run.max_steps if self.key else self.steps[-1]
+        return run.evaluations[step]
+
+    def loss(self, run: Run, step: int | None = None) -> float:
+        """A run's validation loss in `evaluation`."""
+        return self.evaluation(run, step)["val/loss"]
+
+    def find_counterparts(self, variant: Variant, name: str) -> list[Variant]:
+        """Variants to compare with `variant`: with that label, or of another router of that name.
+
+        They share a seed with it. Of several, those that share most options with it.
+        """
+        candidates = []
+        for other in self.variants:
+            is_other_router = other.router == name != variant.router
+            is_named = other.label == name or is_other_router
+            if is_named and other is not variant and variant.shares_seed(other):
+                candidates.append(other)
+        options = variant.options.items()
+        n_shared = [len(other.options.items() & options) for other in candidates]
+        most_shared = max(n_shared, default=0)
+        return [other for other, n in zip(candidates, n_shared, strict=True) if n == most_shared]
+
+    def get_variant(self, router: str, options: dict[str, Any]) -> Variant:
+        """The variant with this router and these options; a new one if there is none."""
+        for variant in self.variants:
+            if variant.router == router and variant.options == options:
+                return variant
+        variant = Variant(router, options)
+        self.variants.append(variant)
+        return variant
+
+
+def group_runs(
+    runs: Sequence[Run], key: str | None = None, unfinished: bool = False
+) -> tuple[list[Group], list[str]]:
+    """Sort runs into groups, with notes on what was left out or is unfinished.
+
+    Args:
+        runs: with an evaluation each.
+        key: of a report over a key.
+        unfinished: keep unfinished runs where others of their group ended.
+
+    Raises:
+        ValueError: the key is not a number, or the runs have one value of it; no group's runs
+            were evaluated on the same text.
+    """
+    kept, notes = drop_unfinished(runs, key, unfinished)
+    tied_keys: list[str] = []
+    if key is not None:
+        check_key(kept, key)
+        tied_keys = find_tied_keys(kept, key)
+    if tied_keys:
+        notes.append(f"{', '.join(tied_keys)} changed with {key}")
+    groups, duplicates = build_groups(kept, key, tied_keys)
+    label_variants(groups)
+    comparable, faults = reject_incomparable(label_groups(groups))
+    notes += duplicates
+    for group in comparable:
+        gaps = describe_gaps(group)
+        if gaps:
+            notes.append(gaps)
+    return comparable, notes + faults
+
+
+def drop_unfinished(
+    runs: Sequence[Run], key: str | None, unfinished: bool
+) -> tuple[list[Run], list[str]]:
+    """The runs that count, and a note on each other one.
+
+    An unfinished run does not count in a report over a key, nor where others of its group ended.
+    """
+    groups_that_ended = {run.values(SETTING_KEYS) for run in runs if run.ended}
+    kept = []
+    notes = []
+    for run in runs:
+        is_behind = key is not None or run.values(SETTING_KEYS) in groups_that_ended
+        if run.ended or unfinished or not is_behind:
+            kept.append(run)
+        else:
+            notes.append(f"{run.folder} is left out: {run.progress} of {run.max_steps:,}")
+    return kept, notes
+
+
+def check_key(runs: Sequence[Run], key: str) -> None:
+    """Raise ValueError if the key of a report is not a number, or the runs have one value of it."""
+    if key == "run.seed":
+        raise ValueError(
+            "--over run.seed: seeds are the observations, not an axis; "
+            "name a setting, such as optim.lr"
+        )
+    if KEYS.get(key, {}).get("type") not in ("integer", "number"):
+        raise ValueError(f"--over {key}: expected a key that is a number, such as optim.lr")
+    n_values = count_values(runs, [key])
+    if n_values < 2:
+        raise ValueError(
+            f"--over {key}: the runs that ended have {n_values} value(s) of it; a curve needs two"
+        )
+
+
+def find_tied_keys(runs: Sequence[Run], key: str) -> list[str]:
+    """Keys that vary with `key`, having one value for each of its values.
+
+    Such are the sizes of a larger model.
+    """
+    n_values = count_values(runs, [key])
+    tied = []
+    for other in SETTING_KEYS:
+        varies = other != key and count_values(runs, [other]) > 1
+        if varies and count_values(runs, [key, other]) == n_values:
+            tied.append(other)
+    return tied
+
+
+def count_values(runs: Sequence[Run], keys: Sequence[str]) -> int:
+    """The number of different values that runs have of `keys` together."""
+    return len({run.values(keys) for run in runs})
+
+
+def build_groups(
+    runs: Sequence[Run], key: str | None, tied_keys: Sequence[str]
+) -> tuple[list[Group], list[str]]:
+    """Groups of the runs, without labels, and a note on each duplicate.
+
+    Of two runs of one variant and seed the one that was evaluated further counts.
+    """
+    group_keys = [other for other in SETTING_KEYS if other != key and other not in tied_keys]
+    option_keys = [other for other in OPTION_KEYS if other != key]
+    groups: dict[tuple, Group] = {}  # by their values of group_keys
+    notes = []
+    for run in sorted(runs, key=lambda run: -max(run.evaluations)):
+        values = run.values(group_keys)
+        if values not in groups:
+            groups[values] = Group("", dict(zip(group_keys, values, strict=True)), [], key)
+        options = dict(zip(option_keys, run.values(option_keys), strict=True))
+        variant = groups[values].get_variant(run.config.model.router, options)
+        x = None if key is None else run.value(key)
+        first = variant.runs_by_x.setdefault(x, {}).setdefault(run.seed, run)
+        if first is not run:
+            notes.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
+    for group in groups.values():
+        group.variants.sort(key=order_variant)
+    return list(groups.values()), notes
+
+
+def order_variant(variant: Variant) -> tuple:
+    """A sort key: routers in the order of STYLES, then options."""
+    routers = list(STYLES)
+    place = routers.index(variant.router) if variant.router in routers else len(routers)
+    return place, variant.router, *variant.options.values()
+
+
+def reject_incomparable(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
+    """The groups whose losses can be compared, and a note on each other one.
+
+    Raises:
+        ValueError: none can.
+    """
+    comparable = []
+    faults = []
+    for group in groups:
+        if group.key is None and not group.steps:
+            folders = ", ".join(str(run.folder) for run in group.runs)
+            fault = f"{folders}: evaluated at no common step"
+        else:
+            fault = find_text_mismatch(group.runs)
+        if fault:
+            faults.append(fault)
+        else:
+            comparable.append(group)
+    if not comparable:
+        raise ValueError(faults[0])
+    return comparable, [f"left out: {fault}" for fault in faults]
+
+
+def describe_gaps(group: Group) -> str:
+    """A note on the unfinished runs of a group, and on seeds and values that variants lack.
+
+    "" without any.
+    """
+    gaps = [f"{run.folder} ({run.progress})" for run in group.runs if not run.ended]
+    seeds = {run.seed for run in group.runs}
+    for variant in group.variants:
+        for x in group.xs:
+            missing = sorted(seeds - variant.runs_by_x.get(x, {}).keys())
+            if missing:
+                at_x = "" if x is None else f" at {format_value(group.key, x)}"
+                gaps.append(f"{variant.label}{at_x} lacks seed {', '.join(map(str, missing))}")
+    if not gaps:
+        return ""
+    compared_at = "the end of each run"
+    if group.key is None:
+        compared_at = f"step {group.steps[-1]:,} of {group.max_steps:,}"
+    note = (
+        f"incomplete: {'; '.join(gaps)}. "
+        f"Losses are compared at {compared_at}, by the seeds that both arms have"
+    )
+    return f"{group.label}: {note}" if group.label else note
+
+
+def label_variants(groups: Sequence[Group]) -> None:
+    """Label variants by the options in which they differ in any group.
+
+    Keys that the schema labels last are named only where a router has several values of them.
+    """
+    variants = []
+    for group in groups:
+        variants += group.variants
+    varying = find_varying([variant.options for variant in variants])
+    for key in LAST_IN_LABELS:
+        values_of_router: dict[str, set[Any]] = {}
+        for variant in variants:
+            values = values_of_router.setdefault(variant.router, set())
+            values.add(variant.options.get(key))
+        if all(len(values) == 1 for values in values_of_router.values()) and key in varying:
+            varying.remove(key)
+    for variant in variants:
+        values = [format_value(key, variant.options[key]) for key in varying]
+        variant.options_label = ", ".join(values)
+
+
+def label_groups(groups: Sequence[Group]) -> list[Group]:
+    """Label each group by no more keys than distinguish them; sorts them by these keys.
+
+    Keys that the schema labels first are chosen before others.
+    """
+    rows = [group.values for group in groups]
+    chosen: list[str] = []
+    n_labels = 1
+    for key in sorted(find_varying(rows), key=lambda key: key not in FIRST_IN_LABELS):
+        n_finer = count_distinct(rows, [*chosen, key])
+        if n_finer > n_labels:
+            chosen.append(key)
+            n_labels = n_finer
+    chosen.sort(key=SETTING_KEYS.index)
+    for group in groups:
+        group.label = join_labels(*(format_value(key, group.values[key]) for key in chosen))
+    return sorted(groups, key=lambda group: [group.values[key] for key in chosen])
+
+
+def find_varying(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that have several values."""
+    return [key for key in rows[0] if count_distinct(rows, [key]) > 1]
+
+
+def count_distinct(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
+    """The number of different values that rows have of `keys` together."""
+    values = set()
+    for row in rows:
+        values.add(tuple(row[key] for key in keys))
+    return len(values)
+
+
+def join_labels(*labels: str) -> str:
+    """The labels that are not empty, with commas."""
+    return ", ".join(label for label in labels if label)
+
+
+def format_value(key: str | None, value: Any) -> str:
+    """A value with the name of its key, such as `gate_norm 2`; text without a name."""
+    if key is None or isinstance(value, str):
+        return str(value)
+    return f"{key.split('.')[1]} {format_tick(key, value)}"
+
+
+def format_tick(key: str | None, value: Any) -> str:
+    """A number in a head or on an axis; `own` for a router's own gate norm."""
+    if key == "model.gate_norm" and value == 0:
+        return "own"
+    return f"{value:.12g}"

@@ -1,0 +1,81 @@
+"""Compare routers at their best values of a key, chosen by some seeds and judged by the others.
+
+    python -m studies.best runs/norm-*_coef0.01-* --over model.gate_norm --choose-on 0 1 2 3
+
+A router's best value has its lowest mean loss over the seeds of --choose-on. Used by the studies
+norm and logits.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from common.command import command, run_command
+from report.__main__ import make_parser
+from report.blocks import Table
+from report.comparisons import Comparison, judge_pairs
+from report.groups import Group, Variant, format_value, join_labels
+from report.page import read_report
+from report.tables import build_pairs_table
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table of each group."""
+    for table in tabulate(argv):
+        print(table.to_text() + "\n")
+
+
+def tabulate(argv: Sequence[str] | None) -> list[Table]:
+    """The verdicts on best values, a table for each group."""
+    parser = make_parser("studies.best", __doc__)
+    parser.add_argument("--choose-on", nargs="+", type=int, required=True, metavar="SEED")
+    args = parser.parse_args(argv)
+    if not args.over:
+        raise ValueError("--choose-on chooses a value of a key: name the key with --over")
+    tables = []
+    for group in read_report(args).groups:
+        comparisons = compare_best(group, args.choose_on, args.margin)
+        tables.append(build_pairs_table(group, comparisons))
+    return tables
+
+
+def compare_best(group: Group, seeds: Sequence[int], margin: float = 0.0) -> list[Comparison]:
+    """Compare variants at their best values of the key, by the seeds that did not choose them.
+
+    Raises:
+        ValueError: a variant lacks one of the seeds, or has no other seed.
+    """
+    best = [choose_best(group, variant, seeds) for variant in group.variants]
+    best.sort(key=lambda variant: np.mean([group.loss(run) for run in variant.runs]))
+    return judge_pairs(group, combinations(best, 2), margin)
+
+
+def choose_best(group: Group, variant: Variant, seeds: Sequence[int]) -> Variant:
+    """A variant at its value of the key with the lowest mean loss of `seeds`, with its other seeds.
+
+    Raises:
+        ValueError: it lacks one of the seeds, or has no other seed.
+    """
+    means = {}
+    for x, runs in variant.runs_by_x.items():
+        missing = sorted(set(seeds) - runs.keys())
+        if missing:
+            raise ValueError(
+                f"--choose-on {missing[0]}: {variant.label} has no run of this seed at {x:g}"
+            )
+        means[x] = np.mean([group.loss(runs[seed]) for seed in seeds])
+    x = min(means, key=means.__getitem__)
+    judges = {seed: run for seed, run in variant.runs_by_x[x].items() if seed not in seeds}
+    if not judges:
+        raise ValueError(
+            f"--choose-on {', '.join(map(str, seeds))}: {variant.label} has no other seed to "
+            "judge by"
+        )
+    label = join_labels(variant.options_label, format_value(group.key, x))
+    return Variant(variant.router, variant.options, {None: judges}, label)
+
+
+if __name__ == "__main__":
+    run_command(main)
