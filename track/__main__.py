@@ -1,12 +1,12 @@
-"""The router track: is this router better? One fixed contest, with a verdict. track/README.md has its rules.
+"""The router track: one fixed contest that says whether a router is better; see track/README.md.
 
-    python -m scripts.track enter kern --parallel 2                     a router of router.py: 28 runs
-    python -m scripts.track enter --spec "tanh, post=l2 over topk"      a formula, without editing code
+    python -m scripts.track enter kern --parallel 2                     a router of router.py
+    python -m scripts.track enter --spec "tanh, post=l2 over topk"      a formula, no code edited
     python -m scripts.track enter kern-quantile --spec kern --set train.bias_update=quantile
-    python -m scripts.track enter mine --draft                          4 draws and 4 seeds; code may be uncommitted
-    python -m scripts.track verify track/records/cpu/*.json             check records and show their verdicts
-    python -m scripts.track verify track/records/cpu/kern.json --rerun 100      train one judged seed again
-    python -m scripts.track table                                       write the tables of both READMEs
+    python -m scripts.track enter mine --draft                          4 draws, 4 seeds, no record
+    python -m scripts.track verify track/records/cpu/*.json             check records, show verdicts
+    python -m scripts.track verify track/records/cpu/kern.json --rerun 100    train one seed again
+    python -m scripts.track table                                       write tables and picture
 
 `enter` resumes where it was stopped. Its record is track/records/cpu/NAME.json; drafts stay in
 runs/.
@@ -35,7 +35,7 @@ CPU = "config/track/cpu.toml"
 
 @command
 def main(argv: list[str] | None, stop: Stop) -> int:
-    """Run a command."""
+    """Run one of the three commands."""
     parser = build_parser("scripts.track", __doc__)
     parser.add_argument(
         "--track", default=CPU, metavar="FILE", help="the protocol (default: config/track/cpu.toml)"
@@ -76,13 +76,18 @@ def main(argv: list[str] | None, stop: Stop) -> int:
     args = parser.parse_args(argv)
     require_packages("scipy")
     protocol = load_protocol(args.track)
-    return {"enter": run_enter, "verify": run_verify, "table": run_table}[args.command](
-        protocol, args, stop
-    )
+    if args.command == "enter":
+        return run_enter(protocol, args, stop)
+    if args.command == "verify":
+        return run_verify(protocol, args, stop)
+    return run_table(protocol)
 
 
 def name_entry(protocol: Protocol, args: Namespace) -> tuple[str, str, dict[str, Any]]:
-    """The entry's name, its `model.router`, and its options. Raises ValueError for a wrong one."""
+    """Return the entry's name, its `model.router`, and its options.
+
+    Raises ValueError if one of them is wrong.
+    """
     router = args.spec or args.name
     name = args.name or re.sub(r"[^a-z0-9.]+", "-", router.lower()).strip("-")
     if not args.spec and router not in ROUTERS:
@@ -102,7 +107,7 @@ def name_entry(protocol: Protocol, args: Namespace) -> tuple[str, str, dict[str,
 
 
 def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
-    """Enter a router; prints the verdict."""
+    """Enter a router and print its verdict."""
     if args.parallel < 1:
         raise ValueError(f"--parallel {args.parallel}: expected 1 or more")
     seeds = len(protocol.draft_seeds) if args.seeds is None else args.seeds
@@ -121,38 +126,38 @@ def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
         return code
     print(f"{path}: complete", flush=True)
     others = load_complete(protocol)
-    if args.draft:  # a family of its own: the reference and this
+    if args.draft:  # compared with the reference alone; other entries correct no p-value
         others = [other for other in others if other["name"] == protocol.reference]
-        others.append(read_record(path) | {"name": f"{name} (draft)"})
+        others.append({**read_record(path), "name": f"{name} (draft)"})
     print_verdicts(protocol, others)
     return 0
 
 
 def load_complete(protocol: Protocol) -> list[Record]:
-    """The records that have all judged runs of this protocol; others are named on stderr."""
+    """Read the records that have all judged runs of this protocol; others are named on stderr.
+
+    The reference may lack runs of other lengths.
+    """
     records = []
     for path in sorted(protocol.records.glob("*.json")):
         record = read_record(path)
         if record["version"] != protocol.version or record["fixed_sha256"] != protocol.fixed_sha256:
-            print(
-                f"{path}: left out, of another protocol; scripts.track verify tells more",
-                file=sys.stderr,
-            )
-        # the reference may lack runs of other lengths
-        elif judged_runs(record).keys() >= {*protocol.judge_seeds}:
-            records.append(record)
+            reason = "of another protocol; scripts.track verify tells more"
+        elif not judged_runs(record).keys() >= set(protocol.judge_seeds):
+            reason = f"not complete; enter {record['name']} to resume"
         else:
-            print(
-                f"{path}: left out, not complete; enter {record['name']} to resume", file=sys.stderr
-            )
+            records.append(record)
+            continue
+        print(f"{path}: left out, {reason}", file=sys.stderr)
     return records
 
 
 def print_verdicts(protocol: Protocol, records: list[Record]) -> None:
-    """A row for each record; the verdicts are corrected for all of them."""
+    """Print a row for each record; verdicts are corrected for the number of records."""
     from track.table import build_verdicts, judge_entries  # imports scipy
 
-    print(text_table(*build_verdicts(protocol, judge_entries(protocol, records))), flush=True)
+    head, cells = build_verdicts(protocol, judge_entries(protocol, records))
+    print(text_table(head, cells), flush=True)
 
 
 def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
@@ -161,72 +166,84 @@ def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
         if len(args.records) > 1:
             raise ValueError("--rerun takes one record")
         return rerun(protocol, read_record(args.records[0]), args.rerun, stop)
-    faulty, names = False, {}
+    faulty = False
+    paths = {}  # by name
     for path in args.records:
-        faults = []
-        try:
-            record = read_record(path)
-            other = names.setdefault(record.get("name"), path)
-            if other != path:
-                faults.append(f"{other} is an entry of the same name; keep one")
-            if path.stat().st_size > LARGEST:
-                faults.append(
-                    f"it has {path.stat().st_size:,} bytes, at most {LARGEST:,} are allowed"
-                )
-            faults += find_faults(protocol, record, path.name)
-        except (ValueError, OSError) as error:
-            faults.append(str(error))
-        except (LookupError, TypeError, AttributeError) as error:
-            kind = type(error).__name__
-            faults.append(
-                f"a field is missing or wrong ({kind}: {error}); take it from its commit again"
-            )
-        print(f"{path}: {'intact' if not faults else plural(len(faults), 'fault')}", flush=True)
+        faults = check_record(protocol, path, paths)
+        print(f"{path}: {plural(len(faults), 'fault') if faults else 'intact'}", flush=True)
         for fault in faults:
             print(f"  {fault}")
-        faulty = faulty or bool(faults)
-    if not faulty:  # the verdicts are corrected for all entries
+            faulty = True
+    if not faulty:
         print_verdicts(protocol, load_complete(protocol))
     return int(faulty)
 
 
-def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
-    """Train a judged seed again: 0 if its loss is the record's but for another processor's rounding, within the margin.
+def check_record(protocol: Protocol, path: Path, paths: dict[str, Path]) -> list[str]:
+    """List the faults of a record's file; `paths` holds the paths of earlier records by name."""
+    faults = []
+    try:
+        record = read_record(path)
+        other = paths.setdefault(record.get("name"), path)
+        if other != path:
+            faults.append(f"{other} is an entry of the same name; keep one")
+        size = path.stat().st_size
+        if size > LARGEST:
+            faults.append(f"it has {size:,} bytes, at most {LARGEST:,} are allowed")
+        faults += find_faults(protocol, record, path.name)
+    except (ValueError, OSError) as error:
+        faults.append(str(error))
+    except (LookupError, TypeError, AttributeError) as error:
+        kind = type(error).__name__
+        faults.append(
+            f"a field is missing or wrong ({kind}: {error}); take it from its commit again"
+        )
+    return faults
 
-    A run of the same processor and versions is bit-equal; elsewhere rounding grows to a few
-    thousandths.
+
+def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
+    """Train a judged seed again and compare its loss with the record's.
+
+    With the same processor and versions a run is bit-equal; elsewhere rounding changes the loss by
+    a few thousandths.
+
+    Returns:
+        0 if the losses are equal within the margin, else 1.
     """
     judged = judged_runs(record)
     if seed not in judged:
-        raise ValueError(
-            f"{record['name']} has no judged run of seed {seed}; it has {', '.join(map(str, judged))}"
-        )
+        seeds = ", ".join(str(other) for other in judged)
+        raise ValueError(f"{record['name']} has no judged run of seed {seed}; it has {seeds}")
     entry.prepare_data(protocol)
     task = Task("judge", judged[seed]["draw"], seed)
     with tempfile.TemporaryDirectory() as folder:
         points = [entry.make_point(protocol, record, task, Path(folder))]
-        ended = train_points(protocol.file, points, [[]], stop)
-        results = [(code, entry.read_result(point.folder, task)) for point, code in ended]
-    code, again = results[0] if results else (EXIT_CODE, None)
+        code = EXIT_CODE
+        again = None
+        for point, exit_code in train_points(protocol.file, points, [[]], stop):
+            code = exit_code
+            again = entry.read_result(point.folder, task)
     if code == EXIT_CODE or again is None:
         print(f"{task.name}: ended with exit code {code} before its end")
         return code
-    before, now = (losses_of({"runs": [run]})[task] for run in (judged[seed], again))
+    before = losses_of(record)[task]
+    now = losses_of({"runs": [again]})[task]
     print(
-        f"{record['name']}, seed {seed}: recorded {before:.7f}, now {now:.7f}, difference {now - before:+.7f}"
+        f"{record['name']}, seed {seed}: recorded {before:.7f}, now {now:.7f}, "
+        f"difference {now - before:+.7f}"
     )
-    return int(not (before == now or abs(before - now) <= protocol.margin))
+    # two runs that diverged are equal, too
+    return int(before != now and not abs(before - now) <= protocol.margin)
 
 
-def run_table(protocol: Protocol, args: Namespace, stop: Stop) -> int:
+def run_table(protocol: Protocol) -> int:
     """Write the tables and the picture."""
     require_packages("matplotlib")
     from track import table
 
     rows = table.judge_entries(protocol, load_complete(protocol))
-    print(
-        f"{len(rows)} entries: {table.PAGE}, {table.FRONT_PAGE}, {table.write_tables(protocol, rows)}"
-    )
+    picture = table.write_tables(protocol, rows)
+    print(f"{len(rows)} entries: {table.PAGE}, {table.FRONT_PAGE}, {picture}")
     return 0
 
 

@@ -1,11 +1,10 @@
-"""Make track/text from the books' sources, and say whether each is what the repository holds.
+"""Make track/text from the books' sources, and compare each with the repository's.
 
     git clone https://github.com/mlschmitt/classic-books-markdown CLONE
     git -C CLONE checkout 944882722e9a96fa6cf2739dc2ea757e101f412f
     python -m track.clean CLONE
 
-track/text/SOURCES.tsv names the file of the clone that each book is from, and the sha256 of its
-cleaned text.
+track/text/SOURCES.tsv names each book's file in the clone and the sha256 of its cleaned text.
 """
 
 import bz2
@@ -24,13 +23,10 @@ STRAIGHT = str.maketrans(
 
 
 def clean(markdown: str) -> str:
-    """Plain text of a book: without its head, marks of Markdown, or curly quotes; paragraphs with a line between."""
-    text = (
-        markdown.replace("\r\n", "\n")
-        .removeprefix("\ufeff")
-        .partition("\n-------\n")[2]
-        .translate(STRAIGHT)
-    )
+    """Turn a book into plain text: no head, Markdown or curly quotes; a line between paragraphs."""
+    text = markdown.replace("\r\n", "\n").removeprefix("\ufeff")
+    _, _, text = text.partition("\n-------\n")  # without the head
+    text = text.translate(STRAIGHT)
     text = re.sub(r"<[^<>]{1,80}>|!?\[([^]\[]*)\]\([^()]*\)", r"\1", text)  # HTML, links
     text = re.sub(r"(?m)^ {0,3}(#+|>+|[*_-]{3,}\s*$)", "", text)  # headings, quotations, rules
     text = re.sub(r"\\(?=[^\w\s])|[*_]", "", text)  # escapes, emphasis
@@ -39,14 +35,14 @@ def clean(markdown: str) -> str:
 
 
 def read_sources() -> list[dict[str, str]]:
-    """The rows of SOURCES.tsv: sha256, file, source."""
+    """Read the rows of SOURCES.tsv: sha256, file, source."""
     with TABLE.open(newline="") as lines:
         return list(csv.DictReader(lines, delimiter="\t"))
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 1 if a text differs."""
+    """Write the texts; the exit status is 1 if one differs."""
     parser = build_parser("track.clean", __doc__)
     parser.add_argument("clone", type=Path, metavar="CLONE", help="folder with the sources")
     clone = parser.parse_args(argv).clone
@@ -56,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         digest = hashlib.sha256(text).hexdigest()
         same = digest == row["sha256"]
         differ += not same
-        print(f"{row['file']}: {'the same' if same else f'differs, sha256 {digest}'}", flush=True)
+        verdict = "the same" if same else f"differs, sha256 {digest}"
+        print(f"{row['file']}: {verdict}", flush=True)
         path = FOLDER / row["file"]
         if not path.exists() or bz2.decompress(path.read_bytes()) != text:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""The table of a track: verdicts on its entries, as Markdown in track/README.md and README.md, and as a picture.
+"""Judge the entries of a track; write the table in track/README.md and README.md, and a picture.
 
 Entries are compared by seed: Student's t over the differences, corrected by Holm's over the table.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +16,20 @@ from common.text import markdown_table
 from report.comparisons import Difference, estimate_difference, judge_family
 from report.style import choose_style
 from track.protocol import BALANCE, REPO_ROOT, Protocol
-from track.record import Record, judged_runs, losses_of, task_of
+from track.record import Record, judged_runs, losses_of, options_of
 
 PAGE = REPO_ROOT / "track/README.md"
 FRONT_PAGE = REPO_ROOT / "README.md"
+MEASURES = [
+    "gate norm",
+    "load imbalance",
+    "dead experts",
+    "lr",
+    "router lr",
+    "w_out lr",
+    "balance",
+    "diverged",
+]
 
 
 class Row(NamedTuple):
@@ -27,199 +37,224 @@ class Row(NamedTuple):
 
     record: Record
     mean: float  # loss of the judged seeds, nats per byte; infinite if one diverged
-    # the reference and the second router, those that have entered, and not itself
+    # {name: difference} from the reference and the second router, without itself
     against: dict[str, Difference]
-    speedup: list[str] | None  # middle, low, high, as `effective_speedup`; None: not known
+    speedup: list[str] | None  # middle, low, high, see `effective_speedup`; None: unknown
 
 
 def losses_by_seed(record: Record, round: str = "judge") -> dict[int, float]:
-    """{seed: loss} of the runs of a round; infinite where the run diverged."""
+    """Return {seed: loss} of the runs of a round; infinite where the run diverged."""
     return {task.seed: loss for task, loss in losses_of(record).items() if task.round == round}
 
 
 def subtract(entry: Record, other: Record) -> Difference:
-    """Mean difference of the losses, entry minus other, over the seeds that both have, by Student's t.
+    """Estimate the mean difference of the losses, entry minus other, by Student's t over seeds.
 
-    These are the judged seeds, or those of drafts, where the entry is one and the other the
-    reference. Infinite if a run of the entry diverged.
+    A draft is compared by the reference's runs of the draft seeds, an entry by its judged seeds.
+
+    Returns:
+        The difference over the seeds that both have; infinite if a run of the entry diverged.
 
     Raises:
         ValueError: they share fewer than two seeds.
     """
-    first, second = (
-        losses_by_seed(entry),
-        losses_by_seed(other, "draft" if entry["draft"] else "judge"),
-    )
+    first = losses_by_seed(entry)
+    second = losses_by_seed(other, "draft" if entry["draft"] else "judge")
     shared = sorted(first.keys() & second.keys())
     if len(shared) < 2:
         raise ValueError(
             f"{entry['name']} and {other['name']} share fewer than two seeds; enter both again"
         )
     differences = [first[seed] - second[seed] for seed in shared]
-    return (
-        Difference(math.inf, len(shared))
-        if math.inf in differences
-        else estimate_difference(differences)
-    )
+    if math.inf in differences:
+        return Difference(math.inf, len(shared))
+    return estimate_difference(differences)
 
 
 def judge_entries(protocol: Protocol, entries: Sequence[Record]) -> list[Row]:
-    """The rows of the table, the lowest mean loss first.
+    """Judge the entries; return the rows of the table, the lowest mean loss first.
 
-    Nothing is compared with a router of which a run diverged.
-
-    The differences from the reference are a family, and so are those from the second router. Raises
-    ValueError as `subtract` does.
+    The differences from the reference are one family of tests, those from the second router
+    another. Nothing is compared with a router that has a diverged run. Raises ValueError as
+    `subtract` does.
     """
-    against: dict[str, dict[str, Difference]] = {entry["name"]: {} for entry in entries}
-    named = {entry["name"]: entry for entry in entries}
+    records = {entry["name"]: entry for entry in entries}
+    against: dict[str, dict[str, Difference]] = {name: {} for name in records}
     for other in (protocol.reference, protocol.second):
-        if other in named and math.inf not in losses_by_seed(named[other]).values():
-            rivals = [entry for entry in entries if entry["name"] != other]
-            judged = judge_family(
-                [subtract(entry, named[other]) for entry in rivals], protocol.margin
-            )
-            for entry, difference in zip(rivals, judged, strict=True):
-                against[entry["name"]][other] = difference
+        if other not in records or math.inf in losses_by_seed(records[other]).values():
+            continue
+        names = [name for name in records if name != other]
+        differences = [subtract(records[name], records[other]) for name in names]
+        judged = judge_family(differences, protocol.margin)
+        for name, difference in zip(names, judged, strict=True):
+            against[name][other] = difference
     rows = []
-    for name, entry in named.items():
-        speedup, difference = None, against[name].get(protocol.reference)
+    for name, entry in records.items():
+        mean = float(np.mean(list(losses_by_seed(entry).values())))
+        difference = against[name].get(protocol.reference)
+        speedup = None
         if difference:
-            speedup = effective_speedup(protocol, named[protocol.reference], entry, difference)
-        rows.append(
-            Row(entry, float(np.mean([*losses_by_seed(entry).values()])), against[name], speedup)
-        )
+            speedup = effective_speedup(protocol, records[protocol.reference], entry, difference)
+        rows.append(Row(entry, mean, against[name], speedup))
     return sorted(rows, key=lambda row: (row.mean, row.record["name"]))
 
 
 def loss_curve(protocol: Protocol, reference: Record) -> dict[float, float]:
-    """{times the tokens: mean loss} of the reference, over the seeds that were run at every length."""
-    judged, curve = losses_by_seed(reference), {}
-    curve[1.0] = float(np.mean([judged[seed] for seed in protocol.length_seeds if seed in judged]))
-    for length in protocol.lengths:
-        losses = [
-            run["loss"]
-            for run in reference["runs"]
-            if run["round"] == "length" and run["length"] == length
-        ]
-        if losses and None not in losses:
+    """Average the reference's losses by length.
+
+    Returns:
+        {length: mean loss}, by increasing length. A length is the factor on the number of tokens;
+        its mean is over `length_seeds`.
+    """
+    by_task = losses_of(reference)
+    curve = {}
+    for length in sorted([1.0, *protocol.lengths]):
+        round = "judge" if length == 1 else "length"
+        losses = []
+        for task, loss in by_task.items():
+            if (task.round, task.length) == (round, length) and task.seed in protocol.length_seeds:
+                losses.append(loss)
+        if losses and math.inf not in losses:
             curve[length] = float(np.mean(losses))
-    return dict(sorted(curve.items()))
+    return curve
 
 
 def effective_speedup(
     protocol: Protocol, reference: Record, entry: Record, difference: Difference
 ) -> list[str] | None:
-    """How much sooner the entry reaches its loss than the reference does, by the clock: middle, low, high (95%).
+    """Compute how much sooner the entry reaches its loss than the reference does, in time.
 
-    The tokens that the reference needs for the entry's loss, log-linear between its lengths, times
-    the ratio of the times of a step; "<" or ">" where the loss is not among those of its lengths.
-    The interval is that of the difference; it leaves out the errors of the reference's own curve
-    and of the times.
+    That is the length at which the reference reaches the entry's loss, log-linear between its
+    lengths, times the ratio of the times of a step. The interval is that of the difference; it
+    leaves out the errors of the reference's own curve and of the times.
+
+    Returns:
+        Middle, low and high (95%) as text, with "<" or ">" beyond the reference's lengths; None
+        if the times or the curve are missing, or a run of the entry diverged.
     """
     curve = loss_curve(protocol, reference)
     if len(curve) < 2 or "step_ms" not in entry or math.isinf(difference.mean):
         return None
     faster = entry["step_ms"]["reference"] / entry["step_ms"]["entry"]
-    lengths, losses = np.array([*curve]), np.minimum.accumulate([*curve.values()])
+    log_lengths = np.log2(list(curve))
+    losses = np.minimum.accumulate(list(curve.values()))  # interpolation needs a monotone curve
     texts = []
     for shift in (difference.mean, difference.high, difference.low):
-        tokens = float(2 ** np.interp(curve[1.0] + shift, losses[::-1], np.log2(lengths)[::-1]))
-        sign = {min(curve): "<", max(curve): ">"}.get(tokens, "")
-        texts.append(f"{sign}{faster * tokens:.2f}")
+        loss = curve[1.0] + shift
+        length = float(2 ** np.interp(loss, losses[::-1], log_lengths[::-1]))
+        sign = {min(curve): "<", max(curve): ">"}.get(length, "")
+        texts.append(f"{sign}{faster * length:.2f}")
     return texts
 
 
 def build_verdicts(protocol: Protocol, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Head and cells of the columns that are on both pages."""
-    names = protocol.reference, protocol.second
+    """Build head and cells of the columns that are on both pages."""
     cells = []
     for row in rows:
+        name = row.record["name"]
         loss = f"{row.mean:.4f}" if math.isfinite(row.mean) else "diverged"
-        against = [row.against.get(name) for name in names]
-        words = [
-            f"{'' if math.isinf(one.mean) else one} **{one.verdict}**".strip() if one else ""
-            for one in against
-        ]
-        speedup = "{} [{}, {}]".format(*row.speedup) if row.speedup else ""
-        cells.append(
-            [row.record["name"], loss, *words, "1" if row.record["name"] == names[0] else speedup]
-        )
-    return ["router", "loss", *(f"minus {name}" for name in names), "speed-up"], cells
+        first = format_difference(row.against.get(protocol.reference))
+        second = format_difference(row.against.get(protocol.second))
+        speedup = ""
+        if name == protocol.reference:
+            speedup = "1"
+        elif row.speedup:
+            speedup = "{} [{}, {}]".format(*row.speedup)
+        cells.append([name, loss, first, second, speedup])
+    head = [
+        "router",
+        "loss",
+        f"minus {protocol.reference}",
+        f"minus {protocol.second}",
+        "speed-up",
+    ]
+    return head, cells
+
+
+def format_difference(difference: Difference | None) -> str:
+    """Format a difference with its verdict; "" for None, the router itself."""
+    if difference is None:
+        return ""
+    verdict = f"**{difference.verdict}**"
+    return verdict if math.isinf(difference.mean) else f"{difference} {verdict}"
 
 
 def build_tables(protocol: Protocol, rows: Sequence[Row]) -> dict[Path, str]:
-    """{page: its table as Markdown}."""
+    """Build {page: its table as Markdown}."""
     head, cells = build_verdicts(protocol, rows)
-    measured = [
-        "gate norm",
-        "load imbalance",
-        "dead experts",
-        "lr",
-        "router lr",
-        "w_out lr",
-        "balance",
-        "diverged",
-    ]
-    more = [[*verdicts, *format_measures(row)] for verdicts, row in zip(cells, rows, strict=True)]
-    full = markdown_table([*head, *measured], more, gap="")
-    runs = [(row.record["name"], run) for row in rows for run in row.record["runs"]]
-    if diverged := [f"{name} {task_of(run).name}" for name, run in runs if run["loss"] is None]:
+    without_intervals = []
+    with_measures = []
+    for verdicts, row in zip(cells, rows, strict=True):
+        without_intervals.append([re.sub(r" \[.*?\]", "", cell) for cell in verdicts])
+        with_measures.append(verdicts + list(format_measures(row).values()))
+    full = markdown_table(head + MEASURES, with_measures, gap="")
+    diverged = []
+    for row in rows:
+        for task, loss in losses_of(row.record).items():
+            if math.isinf(loss):
+                diverged.append(f"{row.record['name']} {task.name}")
+    if diverged:
         full += f"\n\nDiverged: {', '.join(diverged)}."
-    short = [[re.sub(r" \[.*?\]", "", cell) for cell in row] for row in cells]  # without intervals
-    return {FRONT_PAGE: markdown_table(head, short, gap=""), PAGE: full}
+    return {FRONT_PAGE: markdown_table(head, without_intervals, gap=""), PAGE: full}
 
 
-def format_measures(row: Row) -> list[str]:
-    """Gate norm at the start and end, load imbalance and dead experts (means of the judged runs), and the settings."""
+def format_measures(row: Row) -> dict[str, str]:
+    """Format {column: cell} of the measures, means of the judged runs, and of the settings."""
     record = row.record
     runs = [run for run in judged_runs(record).values() if run["loss"] is not None]
-
-    def mean(name: str, form: str) -> str:
-        values = [run[name] for run in runs if name in run]
-        return format(float(np.mean(values)), form) if values else ""
-
-    norms = np.mean(
-        [run["gate_norm"] for run in runs if "gate_norm" in run] or [[math.nan] * 2], axis=0
-    )
     settings: dict[str, Any] = record["summary"]["settings"]
-    balance = [f"{text} {settings[key]:g}" for key, text in BALANCE.items() if key in settings]
-    if record.get("options", {}).get("train.bias_update") == "quantile":
-        balance = ["quantile"]
-    routed = not math.isnan(norms[0])  # all but dense, which has no use for most settings
-    return [
-        f"{norms[0]:.2f} → {norms[1]:.2f}" if routed else "",
-        mean("load_imbalance", ".1f"),
-        mean("dead_experts", ".1f"),
-        f"{settings['optim.lr']:g}",
-        *(
-            f"{settings[f'optim.{key}']:g}" if routed else ""
-            for key in ("router_lr_ratio", "expert_out_lr_ratio")
-        ),
-        (balance[0] if balance else "none") if routed else "",
-        str(record["summary"]["diverged"]),
-    ]
+    routed = any("gate_norm" in run for run in runs)  # False for dense, which has few settings
+    cells = dict.fromkeys(MEASURES, "")
+    cells["load imbalance"] = format_mean(runs, "load_imbalance")
+    cells["dead experts"] = format_mean(runs, "dead_experts")
+    cells["lr"] = f"{settings['optim.lr']:g}"
+    cells["diverged"] = str(record["summary"]["diverged"])
+    if routed:
+        norms = [run["gate_norm"] for run in runs if "gate_norm" in run]
+        start, end = np.mean(norms, axis=0)
+        cells["gate norm"] = f"{start:.2f} → {end:.2f}"
+        cells["router lr"] = f"{settings['optim.router_lr_ratio']:g}"
+        cells["w_out lr"] = f"{settings['optim.expert_out_lr_ratio']:g}"
+        cells["balance"] = format_balance(record)
+    return cells
+
+
+def format_mean(runs: Sequence[Mapping[str, Any]], measure: str) -> str:
+    """Format the mean of a measure over the runs that have it; "" if none has."""
+    values = [run[measure] for run in runs if measure in run]
+    return f"{np.mean(values):.1f}" if values else ""
+
+
+def format_balance(record: Record) -> str:
+    """Format what balances the loads in the judged runs."""
+    if options_of(record).get("train.bias_update") == "quantile":
+        return "quantile"
+    settings = record["summary"]["settings"]
+    for key, text in BALANCE.items():
+        if key in settings:
+            return f"{text} {settings[key]:g}"
+    return "none"
 
 
 def draw_differences(protocol: Protocol, rows: Sequence[Row], picture: Path) -> None:
-    """Draw each entry's difference from the reference with its 95% interval, and the margin of equivalence."""
+    """Draw each entry's difference from the reference with its 95% interval, and the margin."""
     from matplotlib.figure import Figure  # it may not be installed
 
-    judged = {row.record["name"]: row.against.get(protocol.reference) for row in reversed(rows)}
-    drawn = {
-        name: difference
-        for name, difference in judged.items()
-        if difference and math.isfinite(difference.mean)
-    }
-    figure = Figure((8, 1.2 + 0.32 * len(drawn)), layout="constrained")
+    differences = {}
+    for row in reversed(rows):
+        difference = row.against.get(protocol.reference)
+        if difference and math.isfinite(difference.mean):
+            differences[row.record["name"]] = difference
+    figure = Figure((8, 1.2 + 0.32 * len(differences)), layout="constrained")
     axes = figure.subplots()
-    equivalent = f"equivalent: within ±{protocol.margin:g}"
-    axes.axvspan(-protocol.margin, protocol.margin, color="black", alpha=0.07, label=equivalent)
+    margin = protocol.margin
+    label = f"equivalent: within ±{margin:g}"
+    axes.axvspan(-margin, margin, color="black", alpha=0.07, label=label)
     axes.axvline(0, color="black", linewidth=0.8)
-    for place, (name, difference) in enumerate(drawn.items()):
-        look = choose_style(name, drawn) | {"linestyle": "none"}
-        axes.errorbar([difference.mean], [place], xerr=[difference.half_width], capsize=3, **look)
-    axes.set_yticks(range(len(drawn)), drawn)
+    for y, (name, difference) in enumerate(differences.items()):
+        look = choose_style(name, differences) | {"linestyle": "none"}
+        axes.errorbar([difference.mean], [y], xerr=[difference.half_width], capsize=3, **look)
+    axes.set_yticks(range(len(differences)), differences)
     axes.set_xlabel(f"validation loss minus {protocol.reference}'s, nats per byte, 95% interval")
     axes.legend(fontsize=8, loc="upper right")
     axes.grid(axis="x", alpha=0.3)
@@ -227,20 +262,21 @@ def draw_differences(protocol: Protocol, rows: Sequence[Row], picture: Path) -> 
 
 
 def write_tables(protocol: Protocol, rows: Sequence[Row]) -> Path:
-    """Write both tables, each between the marks of its page, and the picture; returns the picture's path.
+    """Write both tables, each between the marks of its page, and the picture; return its path.
 
     Raises:
         ValueError: a page lacks the marks.
     """
-    begin, end = "<!-- track: begin -->\n", "<!-- track: end -->"
+    begin = "<!-- track: begin -->\n"
+    end = "<!-- track: end -->"
     for page, table in build_tables(protocol, rows).items():
-        head, found, rest = page.read_text().partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not (found and closed):
+        before, begin_mark, rest = page.read_text().partition(begin)
+        _, end_mark, after = rest.partition(end)
+        if not (begin_mark and end_mark):
             raise ValueError(
                 f"{page} lacks the lines {begin.strip()} and {end} that the table goes between"
             )
-        write_atomic(page, f"{head}{begin}{table}\n{end}{tail}")
+        write_atomic(page, f"{before}{begin}{table}\n{end}{after}")
     picture = PAGE.parent / f"{protocol.name}.png"
     draw_differences(protocol, rows, picture)
     return picture
