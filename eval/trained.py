@@ -1,4 +1,4 @@
-"""Load a run's model for evaluation: the weights of one checkpoint, the mean of several, or their running mean."""
+"""Load a run's model for evaluation: one checkpoint, the mean of several, or the EMA."""
 
 import argparse
 import sys
@@ -26,36 +26,39 @@ from runtime.metrics import read_metrics
 
 
 class Trained(NamedTuple):
-    """A model and where it comes from."""
+    """A model and its origin."""
 
     model: GPT  # on the CPU, in evaluation mode
     config: configure.Config
     step: int
     average: int  # number of checkpoints averaged, the last one at `step`; 1: no averaging
-    # stored in the checkpoint besides tensors: the data's sha256, the wandb id
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # of the checkpoint: sha256 of data and tokenizer, the wandb id
     folder: Path  # runs/<name>
-    ema: bool = False  # the running mean (train.ema_decay) in place of the weights
+    ema: bool = False  # True if the weights are the running mean (train.ema_decay)
 
     @property
     def label(self) -> str:
-        """Name of the folder for results: step_00001000, step_00001000_mean5 or step_00001000_ema."""
+        """Folder name of results: step_00001000, step_00001000_mean5 or step_00001000_ema."""
         name = checkpoint.folder_of("", self.step).name
         if self.ema:
             return f"{name}_ema"
-        return f"{name}_mean{self.average}" if self.average > 1 else name
+        if self.average > 1:
+            return f"{name}_mean{self.average}"
+        return name
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: `step` and `tokens`, and `train/loss` or `val/loss` with what else was logged."""
+        """Lines of metrics.jsonl: `step`, `tokens`, and what was logged, such as `val/loss`."""
         return read_metrics(self.folder / "metrics.jsonl")
 
     @property
     def mean(self) -> str:
-        """In words, which mean the weights are; empty for those of a checkpoint."""
+        """Text for tables that says which mean the weights are; empty for one checkpoint."""
         if self.ema:
             return f"EMA of decay {self.config.train.ema_decay:g}"
-        return f"mean of {self.average} checkpoints" if self.average > 1 else ""
+        if self.average > 1:
+            return f"mean of {self.average} checkpoints"
+        return ""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,12 +84,12 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def pick_device(args: argparse.Namespace) -> torch.device:
-    """The device of --device, which must exist.
+    """Return the device of --device, and set the number of threads on a CPU.
 
-    On a CPU torch takes as many threads as there are free cores.
+    Raises RunError if there is no such device.
     """
     device = distributed.pick_device(args.device)
-    with redirect_stdout(sys.stderr):  # stdout has the command's results
+    with redirect_stdout(sys.stderr):  # stdout is for the command's results
         distributed.choose_threads(device, None)
     return device
 
@@ -94,14 +97,17 @@ def pick_device(args: argparse.Namespace) -> torch.device:
 def load_model(
     folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False
 ) -> Trained:
-    """Load the model of a run folder: the weights of its last checkpoint, or that of `step`.
+    """Load the model of a run.
 
-    With `average` = K > 1 they are the mean of the K checkpoints up to it, summed in fp64; with
-    `ema` the running mean (train.ema_decay).
+    Args:
+        folder: of the run.
+        step: of the checkpoint; by default the last.
+        average: load the mean of this many checkpoints up to `step`, summed in fp64.
+        ema: load the running mean (train.ema_decay) in place of the weights.
 
     Raises:
-        ValueError: not a run, no such checkpoint, fewer than `average` checkpoints, a damaged one,
-            or no running mean.
+        ValueError: the folder is not a run; a checkpoint is missing or damaged; or the run has no
+            running mean.
 
     Source: LAWA (arXiv 2209.14981) for the mean.
     """
@@ -110,20 +116,22 @@ def load_model(
     config = configure.load(folder / "config.toml")
     if ema and not config.train.ema_decay:
         raise RunError(
-            f"--ema: {folder} has no EMA of its weights (train.ema_decay = 0); leave --ema out, use "
-            f"--average K, or train with --train.ema_decay=0.999"
+            f"--ema: {folder} has no EMA of its weights (train.ema_decay = 0); leave --ema out, "
+            f"use --average K, or train with --train.ema_decay=0.999"
         )
     if ema and average > 1:
         raise RunError(
-            f"--ema with --average {average}: the weights can be one mean or the other; leave one out"
+            f"--ema with --average {average}: the weights can be one mean or the other; "
+            f"leave one out"
         )
+    checkpoints = folder / "checkpoints"
     steps = _choose_steps(folder, step, average)
     model = GPT(config.model).eval().requires_grad_(False)
-    metadata = checkpoint.load_model(folder / "checkpoints", steps[-1], model, ema)
+    metadata = checkpoint.load_model(checkpoints, steps[-1], model, ema)
     if average > 1:
         sums = {name: tensor.double() for name, tensor in model.state_dict().items()}
         for other in steps[:-1]:
-            checkpoint.load_model(folder / "checkpoints", other, model)
+            checkpoint.load_model(checkpoints, other, model)
             for name, tensor in model.state_dict().items():
                 sums[name] += tensor
         model.load_state_dict({name: total / average for name, total in sums.items()})
@@ -133,31 +141,33 @@ def load_model(
 
 
 def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
-    """The `average` checkpoints up to `step`, by default the last.
+    """Choose the steps of the `average` checkpoints up to `step`, by default the last.
 
-    Raises RunError if there are not that many.
+    Raises RunError if there are fewer.
     """
-    steps, damaged = (
-        checkpoint.steps(folder / "checkpoints"),
-        checkpoint.steps(folder / "checkpoints", ".damaged"),
-    )
-    if not steps or (step is not None and step not in steps):
+    steps = checkpoint.steps(folder / "checkpoints")
+    damaged = checkpoint.steps(folder / "checkpoints", ".damaged")
+    if step is None and steps:
+        last = steps[-1]
+        if damaged and damaged[-1] > last:
+            print(
+                f"warning: {folder}: the checkpoint of step {damaged[-1]} is damaged; "
+                f"using that of step {last}"
+            )
+    elif step in steps:
+        last = step
+    else:
         wanted = "" if step is None else f" of step {step}"
-        broken = f"; damaged: {', '.join(map(str, damaged))}" if damaged else ""
+        present = ", ".join(map(str, steps)) or "none"
+        if damaged:
+            present += f"; damaged: {', '.join(map(str, damaged))}"
         remedy = "name one of these" if steps else "train it first"
-        raise RunError(
-            f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none'}{broken}; {remedy}"
-        )
-    if step is None and damaged and damaged[-1] > steps[-1]:
-        print(
-            f"warning: {folder}: the checkpoint of step {damaged[-1]} is damaged; using that of step {steps[-1]}"
-        )
-    last = steps[-1] if step is None else step
+        raise RunError(f"{folder}: no checkpoint{wanted}, it has {present}; {remedy}")
     steps = [other for other in steps if other <= last]
     if not 1 <= average <= len(steps):
         raise RunError(
-            f"--average {average}: {folder} has {len(steps)} checkpoint(s) up to step {last}; name 1 to {len(steps)}, "
-            f"or train with a larger train.keep_checkpoints"
+            f"--average {average}: {folder} has {len(steps)} checkpoint(s) up to step {last}; "
+            f"name 1 to {len(steps)}, or train with a larger train.keep_checkpoints"
         )
     return steps[-average:]
 
@@ -165,8 +175,7 @@ def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
 def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
     """Open a split of a prepared data set for a model.
 
-    Raises DataError if the set is damaged or incomplete, or has another tokenizer than the run's
-    data.
+    Raises DataError if the set is damaged, incomplete, or not of the run's tokenizer.
     """
     _check_tokenizer(trained, folder)
     check_dataset(folder, trained.config.model.vocab_size)
@@ -174,22 +183,26 @@ def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
 
 
 def _check_tokenizer(trained: Trained, folder: Path) -> None:
+    """Raise DataError if a set has another tokenizer than the run's data."""
     meta = read_meta(folder)
     if fingerprint(meta)["tokenizer"] != trained.metadata.get("tokenizer"):
         raise DataError(
-            f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not that of {trained.config.run.name}; name a "
-            f"set prepared with the run's tokenizer, or restore the run's own"
+            f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not that of "
+            f"{trained.config.run.name}; name a set prepared with the run's tokenizer, "
+            f"or restore the run's own"
         )
 
 
 def load_run(
     folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False
 ) -> tuple[Trained, Tokenizer]:
-    """Load a run's model (see `load_model`) and its tokenizer: its data set's, else a known one of the same hash.
+    """Load a run's model, see `load_model`, and its tokenizer.
+
+    The tokenizer is read from the data set, or is a known one of the same hash.
 
     Raises:
-        ValueError: as for `load_model`; the set in data.dir has another tokenizer; neither set nor
-            tokenizer is there.
+        ValueError: as for `load_model`; the set in data.dir has another tokenizer; or both set and
+            tokenizer are missing.
     """
     trained = load_model(folder, step, average, ema)
     folders = trained.config.data.folders
