@@ -1,13 +1,13 @@
-"""Zero-shot tasks of lm-evaluation-harness, as in the paper (Sec. 4.5, table "downstream").
+"""Score tasks of lm-evaluation-harness, as in the paper (Sec. 4.5, table "downstream").
 
     pip install -r requirements-eval.txt
-    python -m eval.downstream runs/NAME                                       the paper's six tasks, from the hub
-    python -m eval.downstream runs/NAME --tasks-dir FOLDER                    from FOLDER/arc_easy.jsonl, … instead
+    python -m eval.downstream runs/NAME                        the paper's six tasks, from the hub
+    python -m eval.downstream runs/NAME --tasks-dir FOLDER     from FOLDER/arc_easy.jsonl, … instead
     python -m eval.downstream runs/NAME --tasks lambada_openai boolq --num-fewshot 5
-    torchrun --nproc_per_node=8 -m eval.downstream runs/NAME                  split across ranks
+    torchrun --nproc_per_node=8 -m eval.downstream runs/NAME   split across ranks
 
-Writes runs/NAME/eval/step_…/: tasks/TASK.json as soon as a task is done, so that the same command
-resumes after a kill; results.json and table.md at the end.
+Writes to runs/NAME/eval/step_…/: tasks/TASK.json as soon as a task is done, so that the same
+command resumes after a kill; results.json and table.md at the end.
 """
 
 import argparse
@@ -28,39 +28,53 @@ from common.text import markdown_table
 from configure import Config
 from data.bins import sha256_of
 from eval.scoring import Scorer, scoring_dtype
-from eval.tasks import TASKS, Metrics, check_tasks, load_tasks, local_file, score_task
+from eval.tasks import TASKS, TaskMetrics, check_tasks, load_tasks, local_file, score_task
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, pick_device
 from report.paper import find_paper_table
 from runtime import RunError, checkpoint, distributed
 from runtime.tracker import start_wandb
 
-if TYPE_CHECKING:  # an extra that other commands do not need
+if TYPE_CHECKING:  # lm_eval is an extra that other commands do not need
     from lm_eval.tasks import TaskManager
 
     from eval.harness import Adapter
+
+# {name in the code: in the table}
+COLUMNS = {
+    "task": "task",
+    "documents": "documents",
+    "acc": "acc",
+    "acc_norm": "acc_norm",
+    "bits_per_byte": "bits per byte",
+    "chance": "chance",
+    "paper": "paper",
+}
 
 
 def result_key(
     run: Path, trained: Trained, dtype: torch.dtype, folder: Path | None
 ) -> dict[str, Any]:
-    """What all results in one table must share: weights, precision, harness and source of the documents."""
-    steps = checkpoint.steps(run / "checkpoints")
-    steps = steps[: steps.index(trained.step) + 1][-trained.average :]
-    files = [
-        checkpoint.read_manifest(checkpoint.folder_of(run / "checkpoints", step))["files"]
-        for step in steps
-    ]
-    key = {
+    """Return what all results in one table share: weights, precision, harness, documents."""
+    checkpoints = run / "checkpoints"
+    steps = checkpoint.steps(checkpoints)
+    stop = steps.index(trained.step) + 1
+    files = []
+    for step in steps[stop - trained.average : stop]:
+        manifest = checkpoint.read_manifest(checkpoint.folder_of(checkpoints, step))
+        files.append(manifest["files"])
+    key: dict[str, Any] = {
         "weights": sha256_of(files),
         "dtype": str(dtype).removeprefix("torch."),
         "lm_eval": version("lm_eval"),
     }
-    key |= {"ema": True} if trained.ema else {}
-    return key | {"source": str(folder.absolute()) if folder else "hub"}
+    if trained.ema:
+        key["ema"] = True
+    key["source"] = str(folder.absolute()) if folder else "hub"
+    return key
 
 
 def load_task_results(folder: Path, shared: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Read `folder`/tasks: {task: {"key", "results"}} of the files whose key has all of `shared`."""
+    """Read `folder`/tasks: {task: {"key", "results"}}, of files whose key contains `shared`."""
     bodies = {}
     for path in sorted(folder.glob("tasks/*.json")):
         try:
@@ -83,19 +97,20 @@ def evaluate_tasks(
     args: argparse.Namespace,
 ) -> None:
     """Write one file in `folder`/tasks for each task of --tasks that has none with the same key."""
-    ranks, keys = adapter.scorer.ranks, {name: shared | {"sha256": None} for name in args.tasks}
-    for name in args.tasks if args.tasks_dir else ():
-        keys[name]["sha256"] = hashlib.sha256(
-            local_file(args.tasks_dir, name).read_bytes()
-        ).hexdigest()
+    ranks = adapter.scorer.ranks
+    keys = {}
+    for name in args.tasks:
+        sha256 = None
+        if args.tasks_dir:
+            sha256 = hashlib.sha256(local_file(args.tasks_dir, name).read_bytes()).hexdigest()
+        keys[name] = {**shared, "sha256": sha256}
     done = {name: body["key"] for name, body in load_task_results(folder, shared).items()}
-    # rank 0 decides, as another command may write meanwhile
+    # rank 0 decides for all: another command may be writing
     done = distributed.gather(done, ranks.control)[0]
     todo = [name for name in args.tasks if done.get(name) != keys[name]]
     if not ranks.rank and len(todo) < len(args.tasks):
-        print(
-            f"done already: {', '.join(name for name in args.tasks if name not in todo)} ({folder}/tasks)"
-        )
+        names = ", ".join(name for name in args.tasks if name not in todo)
+        print(f"done already: {names} ({folder}/tasks)")
     with tempfile.TemporaryDirectory() as scratch:
         for name, loaded in load_tasks(manager, todo, args.tasks_dir, scratch).items():
             if not ranks.rank:
@@ -106,71 +121,91 @@ def evaluate_tasks(
                 write_atomic(folder / "tasks" / f"{name}.json", json.dumps(body, indent=1) + "\n")
 
 
-def mean_accuracy(results: dict[str, Metrics]) -> float | None:
-    """Mean accuracy of the paper's six tasks; None unless all are there."""
-    return (
-        sum(results[task]["acc"] for task in TASKS) / len(TASKS)
-        if set(TASKS) <= set(results)
-        else None
-    )
+def mean_accuracy(results: dict[str, TaskMetrics]) -> float | None:
+    """Average the accuracy of the paper's six tasks; None if one is missing."""
+    if not set(TASKS) <= set(results):
+        return None
+    return sum(results[task]["acc"] for task in TASKS) / len(TASKS)
 
 
-def format_metric(values: Metrics, metric: str) -> str:
-    """A metric with its standard error, if any; "" for one that is not there."""
+def format_metric(values: TaskMetrics, metric: str) -> str:
+    """Format a metric with its standard error, if any; "" if the metric is missing."""
     if metric not in values:
         return ""
+    text = f"{values[metric]:.4f}"
     error = values.get(f"{metric}_stderr")
-    return f"{values[metric]:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+    return text if error is None else f"{text} ± {error:.4f}"
+
+
+def find_paper_accuracies(config: Config) -> dict[str, str]:
+    """Find the accuracies that the paper prints for the model's size and router, by task."""
+    model = {f"model.{key}": value for key, value in config.model.model_dump().items()}
+    printed = find_paper_table("downstream", model).get("accuracy", {}).get(config.model.router, {})
+    columns = {name: task.paper for name, task in TASKS.items()}
+    columns["average"] = "Avg"
+    accuracies = {}
+    for task, column in columns.items():
+        if column in printed:
+            accuracies[task] = f"{printed[column] / 100:.4f}"
+    return accuracies
 
 
 def tabulate_results(
-    results: dict[str, Metrics], config: Config
+    results: dict[str, TaskMetrics], config: Config
 ) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: scores with standard errors, chance and the paper's accuracy; other metrics below."""
-    model = {f"model.{key}": value for key, value in config.model.model_dump().items()}
-    printed = find_paper_table("downstream", model).get("accuracy", {}).get(config.model.router, {})
-    names = {name: task.paper for name, task in TASKS.items()} | {"average": "Avg"}
-    paper = {task: f"{printed[name] / 100:.4f}" for task, name in names.items() if name in printed}
-    chance = {name: f"{task.chance:.4f}" for name, task in TASKS.items()}
+    """Make head and rows: scores with standard errors, chance, the paper's accuracy.
+
+    Other metrics of a task have rows below it.
+    """
+    paper = find_paper_accuracies(config)
     rows = []
+
+    def add_row(**cells: str) -> None:
+        rows.append([cells.get(column, "") for column in COLUMNS])
+
     for task, values in results.items():
-        scores = [format_metric(values, key) for key in ("acc", "acc_norm", "bits_per_byte")]
-        rows.append(
-            [
-                task,
-                str(values["documents"] or ""),
-                *scores,
-                chance.get(task, ""),
-                paper.get(task, ""),
-            ]
+        add_row(
+            task=task,
+            documents=str(values["documents"] or ""),
+            acc=format_metric(values, "acc"),
+            acc_norm=format_metric(values, "acc_norm"),
+            bits_per_byte=format_metric(values, "bits_per_byte"),
+            chance=f"{TASKS[task].chance:.4f}" if task in TASKS else "",
+            paper=paper.get(task, ""),
         )
-        others = [
-            key for key in values if not key.startswith(("acc", "documents", "bits_per_byte"))
-        ]
-        others = [key for key in others if "stderr" not in key]
-        rows += [
-            [f"{task}: {key}", "", format_metric(values, key), "", "", "", ""] for key in others
-        ]
-    if (mean := mean_accuracy(results)) is not None:
-        guessing = sum(task.chance for task in TASKS.values()) / len(TASKS)
-        rows.append(
-            ["average", "", f"{mean:.4f}", "", "", f"{guessing:.4f}", paper.get("average", "")]
-        )
-    return ["task", "documents", "acc", "acc_norm", "bits per byte", "chance", "paper"], rows
+        for key in values:
+            has_column = key.startswith(("acc", "documents", "bits_per_byte"))
+            if not has_column and "stderr" not in key:
+                add_row(task=f"{task}: {key}", acc=format_metric(values, key))
+    mean = mean_accuracy(results)
+    if mean is not None:
+        chance = sum(task.chance for task in TASKS.values()) / len(TASKS)
+        average = paper.get("average", "")
+        add_row(task="average", acc=f"{mean:.4f}", chance=f"{chance:.4f}", paper=average)
+    return list(COLUMNS.values()), rows
 
 
 def write_report(
     folder: Path, shared: dict[str, Any], trained: Trained, args: argparse.Namespace
 ) -> None:
-    """Write results.json and table.md from all files in `folder`/tasks, print the table, and send it to wandb."""
-    bodies, config = load_task_results(folder, shared).values(), trained.config
-    by_task = {task: values for body in bodies for task, values in body["results"].items()}
-    # the paper's first
+    """Write results.json and table.md from all of `folder`/tasks; print them and send to wandb."""
+    config = trained.config
+    by_task: dict[str, TaskMetrics] = {}
+    for body in load_task_results(folder, shared).values():
+        by_task.update(body["results"])
+    # the paper's tasks first
     results = {task: by_task[task] for task in [*TASKS, *by_task] if task in by_task}
-    mean = mean_accuracy(results)
-    about = {"run": config.run.name, "step": trained.step, "averaged_checkpoints": trained.average}
-    about |= {"num_fewshot": args.num_fewshot, "limit": args.limit, **shared, "average": mean}
-    write_atomic(folder / "results.json", json.dumps(about | {"results": results}, indent=1) + "\n")
+    report = {
+        "run": config.run.name,
+        "step": trained.step,
+        "averaged_checkpoints": trained.average,
+        "num_fewshot": args.num_fewshot,
+        "limit": args.limit,
+        **shared,
+        "average": mean_accuracy(results),
+        "results": results,
+    }
+    write_atomic(folder / "results.json", json.dumps(report, indent=1) + "\n")
     text = markdown_table(*tabulate_results(results, config))
     if args.limit:
         text += f"\n\nOnly the first {args.limit} documents of each task (--limit)."
@@ -180,31 +215,39 @@ def write_report(
         send_to_wandb(results, trained, args)
 
 
-def send_to_wandb(results: dict[str, Metrics], trained: Trained, args: argparse.Namespace) -> None:
+def send_to_wandb(
+    results: dict[str, TaskMetrics], trained: Trained, args: argparse.Namespace
+) -> None:
     """Add the results of a finished run's last checkpoint to its wandb run.
 
     Prints a line if that fails.
     """
-    config, mean = trained.config, mean_accuracy(results)
+    config = trained.config
     if args.limit or trained.mean or trained.step < config.train.max_steps:
         print("wandb: not sent; only full evaluations of a finished run's last checkpoint are")
-    elif tracker := start_wandb(config, args.run, trained.metadata.get("wandb")):
-        name = "downstream" + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
-        values = {
-            f"{name}/{task}/{key}": value
-            for task in results
-            for key, value in results[task].items()
-        }
-        values |= {} if mean is None else {f"{name}/average": mean}
-        try:
-            tracker.summarize(
-                values, f"{name}/table", *tabulate_results(results, config), trained.step + 1
-            )
-            tracker.finish()
-        except Exception as error:
-            print(
-                f"wandb: not sent ({type(error).__name__}: {error}); results.json has every number"
-            )
+        return
+    tracker = start_wandb(config, args.run, trained.metadata.get("wandb"))
+    if not tracker:
+        return
+    prefix = f"downstream{name_fewshot(args)}"
+    values = {}
+    for task, metrics in results.items():
+        for key, value in metrics.items():
+            values[f"{prefix}/{task}/{key}"] = value
+    mean = mean_accuracy(results)
+    if mean is not None:
+        values[f"{prefix}/average"] = mean
+    head, rows = tabulate_results(results, config)
+    try:
+        tracker.summarize(values, f"{prefix}/table", head, rows, trained.step + 1)
+        tracker.finish()
+    except Exception as error:  # wandb raises many kinds
+        print(f"wandb: not sent ({type(error).__name__}: {error}); results.json has every number")
+
+
+def name_fewshot(args: argparse.Namespace) -> str:
+    """Name --num-fewshot in folders and wandb; "" for zero-shot."""
+    return f"_{args.num_fewshot}shot" if args.num_fewshot else ""
 
 
 @command
@@ -231,8 +274,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
     device = pick_device(args)
     dtype = scoring_dtype(trained.config, device)
-    name = trained.label + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
-    folder = args.run / "eval" / (name + (f"_limit{args.limit}" if args.limit else ""))
+    limit = f"_limit{args.limit}" if args.limit else ""
+    folder = args.run / "eval" / f"{trained.label}{name_fewshot(args)}{limit}"
     shared = result_key(args.run, trained, dtype, args.tasks_dir)
     (folder / "tasks").mkdir(parents=True, exist_ok=True)
     with distributed.process_group(device, trained.config.train.timeout_minutes) as ranks:

@@ -1,6 +1,7 @@
 """The client of lm-evaluation-harness for a GPT in memory."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -13,17 +14,19 @@ from runtime import RunError
 
 
 class Adapter(TemplateLM):
-    """lm-evaluation-harness' interface to a Scorer.
+    """Lets lm-evaluation-harness ask a Scorer.
 
-    With several ranks all get every request and all results, so the harness computes the same on
-    each of them; the model's work is split inside.
+    Each rank gets every request and every result, so that the harness computes the same on all of
+    them; the Scorer splits the model's work.
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer) -> None:
         super().__init__()
-        self.scorer, self.tokens = scorer, tokenizer
+        self.scorer = scorer
+        self.tokens = tokenizer
         self.max_length = scorer.config.block_size
-        self.first = scorer.ranks.rank == 0
+        # of a progress bar, on the first rank only
+        self.progress = None if scorer.ranks.rank else "scored"
 
     @property
     def eot_token_id(self) -> int:
@@ -44,16 +47,13 @@ class Adapter(TemplateLM):
         for (context, continuation), _, ids in requests:
             if not ids:
                 raise RunError(
-                    f"the answer {continuation!r} after {context[-60:]!r} has no token, or shares its only one with "
-                    f"the context; correct the task"
+                    f"the answer {continuation!r} after {context[-60:]!r} has no token, or shares "
+                    f"its only one with the context; correct the task"
                 )
-        pairs = [
-            (context or [self.prefix_token_id], continuation)
-            for _, context, continuation in requests
-        ]
-        scores = [
-            tuple(score) for score in self.scorer.score(pairs, "scored" if self.first else None)
-        ]
+        pairs = []
+        for _, context, continuation in requests:
+            pairs.append((context or [self.prefix_token_id], continuation))
+        scores = [tuple(score) for score in self.scorer.score(pairs, self.progress)]
         for (key, _, _), score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", key, score)
         return scores
@@ -62,21 +62,22 @@ class Adapter(TemplateLM):
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Score whole texts, in disjoint windows."""
-        pairs, counts = [], []
-        for (text,) in (request.args for request in requests):
-            windows = get_rolling_token_windows(
-                self.tok_encode(text), self.prefix_token_id, self.max_length, 1
-            )
-            parts = [make_disjoint_window(window) for window in windows]
-            pairs += parts
-            counts.append(len(parts))
-        scores = iter(
-            self.scorer.score(pairs, None if disable_tqdm or not self.first else "scored")
-        )
-        return [sum(next(scores).loglikelihood for _ in range(count)) for count in counts]
+        pairs = []
+        counts = []  # of a text's windows
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            of_text = [make_disjoint_window(window) for window in windows]
+            pairs += of_text
+            counts.append(len(of_text))
+        scores = iter(self.scorer.score(pairs, None if disable_tqdm else self.progress))
+        sums = []
+        for count in counts:
+            sums.append(sum(score.loglikelihood for score in islice(scores, count)))
+        return sums
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         raise RunError(
-            "the task asks for generated text, not for likelihoods; write the run as a transformers model "
-            "(python -m scripts.export) and score that: lm_eval --model hf"
+            "the task asks for generated text, not for likelihoods; write the run as a "
+            "transformers model (python -m scripts.export) and score that: lm_eval --model hf"
         )

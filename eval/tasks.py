@@ -1,8 +1,8 @@
-"""Tasks of lm-evaluation-harness: their documents, and a model's scores; for eval.downstream and for training.
+"""Load and score tasks of lm-evaluation-harness, for eval.downstream and for training.
 
-Beside the harness' own metrics every task with right answers gets `bits_per_byte`: the bits that
-the model needs for a document's right answer, over the bytes of that answer as it is scored, so
-with the space before it; the mean over documents. It moves smoothly where accuracy does not.
+Every task with right answers has the metric `bits_per_byte` besides the harness' own: the bits that
+the model needs for the right answer, over the bytes of that answer with the space before it; the
+mean over documents. It changes smoothly where accuracy jumps.
 """
 
 import difflib
@@ -24,7 +24,7 @@ from common.command import require_packages
 from common.text import first_line
 from runtime import RunError
 
-if TYPE_CHECKING:  # an extra that other commands do not need
+if TYPE_CHECKING:  # lm_eval is an extra that other commands do not need
     from lm_eval.tasks import TaskManager
 
     from eval.harness import Adapter
@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # an extra that other commands do not need
 class Task(NamedTuple):
     """One of the paper's tasks."""
 
-    paper: str  # its name in the paper's table
-    chance: float  # the accuracy of guessing
+    paper: str  # name in the paper's table
+    chance: float  # accuracy of guessing
 
 
 TASKS = {
@@ -45,15 +45,18 @@ TASKS = {
     "sciq": Task("SciQ", 0.25),
     "winogrande": Task("WinoGrande", 0.5),
 }
-FOLDERS = ("arc", "hellaswag", "piqa", "sciq", "winogrande")  # of TASKS in lm-evaluation-harness
+# where lm-evaluation-harness has the TASKS
+FOLDERS = ("arc", "hellaswag", "piqa", "sciq", "winogrande")
+FEWSHOT_SEED = 1234  # the harness' own
 
-Metrics = dict[str, Any]  # {metric: value, "documents": count} of one task
+TaskMetrics = dict[str, Any]  # {metric: value, "documents": count} of one task
 
 
 def build_task_manager(names: Iterable[str]) -> "TaskManager":
-    """Index the harness' tasks: the paper's alone if `names` has no other, since all take ten seconds.
+    """Index the harness' tasks.
 
-    Raises ValueError if lm-evaluation-harness is not installed.
+    If all `names` are in TASKS, only these are indexed: the whole index needs ten seconds. Raises
+    ValueError if lm-evaluation-harness is not installed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("LOGLEVEL", "ERROR")
@@ -70,7 +73,11 @@ def build_task_manager(names: Iterable[str]) -> "TaskManager":
 
 
 def check_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
-    """`build_task_manager`; RunError for an unknown task, a missing local file, or one for no single task of YAML."""
+    """Index the harness' tasks and check `names`.
+
+    Raises RunError for an unknown task and, with a folder of local files, for a missing file or a
+    task that is not defined by one YAML file.
+    """
     manager = build_task_manager(names)
     for name in names:
         if name not in manager.all_tasks:
@@ -80,61 +87,64 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
             continue
         if manager.task_index[name].kind.name != "TASK":
             raise RunError(
-                f"task {name}: a group of tasks, or one in Python, cannot read local files; name other tasks, or leave "
-                f"the folder of local files out"
+                f"task {name}: a group of tasks, or one in Python, cannot read local files; "
+                f"name other tasks, or leave the folder of local files out"
             )
-        if not (file := local_file(folder, name)).is_file():
+        file = local_file(folder, name)
+        if not file.is_file():
             present = sorted(path.stem for path in folder.glob("*.jsonl"))
-            raise RunError(
-                f"{file}: missing; the folder has {', '.join(present) or 'no .jsonl file'}"
-            )
+            files = ", ".join(present) or "no .jsonl file"
+            raise RunError(f"{file}: missing; the folder has {files}")
     return manager
 
 
 def local_file(folder: Path, name: str) -> Path:
-    """The documents of a task in a folder of local files."""
+    """Return the path of a task's documents in a folder of local files."""
     return Path(folder, f"{name}.jsonl").absolute()
 
 
 def write_task_spec(
     manager: "TaskManager", name: str, folder: Path | None, scratch: str | Path
 ) -> str:
-    """What the harness loads a task by: its name or, with local files, a new YAML file in `scratch`.
+    """Return what the harness loads a task by: its name or, with local files, a new YAML file.
 
-    The cache of `datasets` is in `scratch` too, as it would take a changed file of the same time
-    for the old one.
+    The file is in `scratch`, as is the cache of `datasets`: a shared cache would mistake a changed
+    file with the same time for the old one.
     """
     if not folder:
         return name
-    files = {
-        "data_files": {"test": glob.escape(str(local_file(folder, name)))},
-        "cache_dir": str(scratch),
-    }
     spec = {
         "include": str(manager.task_index[name].yaml_path),
         "task": name,
         "dataset_path": "json",
-    }
-    spec |= {
         "dataset_name": None,
-        "dataset_kwargs": files,
+        "dataset_kwargs": {
+            "data_files": {"test": glob.escape(str(local_file(folder, name)))},
+            "cache_dir": str(scratch),
+        },
         "training_split": None,
         "validation_split": None,
+        "test_split": "test",
+        "fewshot_split": "test",
     }
     path = Path(scratch, f"{name}.yaml")
-    path.write_text(
-        json.dumps(spec | {"test_split": "test", "fewshot_split": "test"}, ensure_ascii=False),
-        "utf-8",
-    )
+    path.write_text(json.dumps(spec, ensure_ascii=False), "utf-8")  # JSON is YAML
     return str(path)
 
 
 def load_tasks(
     manager: "TaskManager", names: Iterable[str], folder: Path | None, scratch: str | Path
 ) -> dict[str, Any]:
-    """Load tasks that `check_tasks` has seen, with their documents: {name: what `score_task` takes}.
+    """Load tasks with their documents.
 
-    The folder `scratch` must stay as long as they are used.
+    Args:
+        manager: from `check_tasks`, which has checked `names`.
+        names: of the tasks.
+        folder: of local files, or None for the hub.
+        scratch: a folder that must exist as long as the tasks are used.
+
+    Returns:
+        {name: the argument `loaded` of `score_task`}.
 
     Raises:
         RunError: documents cannot be read or downloaded, such as without a network.
@@ -154,8 +164,8 @@ def load_tasks(
                     f"{local_file(folder, name)}: cannot be read as {name} ({reason})"
                 ) from error
             raise RunError(
-                f"{name} cannot be loaded from the Hugging Face hub ({reason}). To use local files, name a folder that "
-                f"holds {name}.jsonl (--tasks-dir, eval.tasks_dir)"
+                f"{name} cannot be loaded from the Hugging Face hub ({reason}). To use local "
+                f"files, name a folder that holds {name}.jsonl (--tasks-dir, eval.tasks_dir)"
             ) from error
         for task in loaded[name]["tasks"].values():
             add_bits_per_byte(task)
@@ -164,8 +174,9 @@ def load_tasks(
 
 @contextmanager
 def fixed_seeds() -> Iterator[None]:
-    """Within it random numbers are those that the harness' own command would draw; after it those of before go on."""
-    states = random.getstate(), np.random.get_state()
+    """Seed random numbers as the harness' own command does; restore their states at the end."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(cuda):
         random.seed(0)
@@ -174,25 +185,27 @@ def fixed_seeds() -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def add_bits_per_byte(task: Any) -> None:
-    """Add the metric `bits_per_byte` to a task whose answers are scored by log-likelihood; other tasks stay."""
+    """Add the metric `bits_per_byte` to a task, if its answers are scored by log-likelihood."""
     from lm_eval.api.metrics import mean
     from lm_eval.api.task import ConfigurableTask
 
-    if not isinstance(task, ConfigurableTask) or task.OUTPUT_TYPE not in (
-        "multiple_choice",
-        "loglikelihood",
-    ):
+    if not isinstance(task, ConfigurableTask):
+        return
+    if task.OUTPUT_TYPE not in ("multiple_choice", "loglikelihood"):
         return
     score = task.process_results
 
     def process_results(doc: dict, results: Any) -> dict[str, Any]:
+        metrics = dict(score(doc, results))
         bits = answer_bits(task, doc, [loglikelihood for loglikelihood, _ in results])
-        return score(doc, results) | ({} if bits is None else {"bits_per_byte": bits})
+        if bits is not None:
+            metrics["bits_per_byte"] = bits
+        return metrics
 
     task.process_results = process_results  # pyrefly: ignore[missing-attribute]
     task.aggregation()["bits_per_byte"] = mean
@@ -200,40 +213,53 @@ def add_bits_per_byte(task: Any) -> None:
 
 
 def answer_bits(task: Any, doc: dict, loglikelihoods: list[float]) -> float | None:
-    """Bits per byte of the right answer to a document, of several the least; None if the document names none.
+    """Compute the bits per byte of the right answer to a document.
 
-    `task` is a ConfigurableTask of lm-evaluation-harness; the log-likelihoods, in nats, are of its
-    answers in order.
+    Args:
+        task: a ConfigurableTask of lm-evaluation-harness.
+        doc: the document.
+        loglikelihoods: of its answers in order, nats.
+
+    Returns:
+        The least of all right answers; None if the document names none.
     """
     target = task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "loglikelihood":
-        right, answers = [0], [str(target)]
+        choices: list[Any] = []
+        answers = [str(target)]
+        right = [0]
     else:
-        choices, delimiter = task.doc_to_choice(doc), task.config.target_delimiter
-        # choices of contexts: its text names one
-        named = task.doc_to_text(doc) if task.multiple_input else target
-        named = [named] if isinstance(named, int | str) else [*named]
-        right = [
-            choices.index(one) if isinstance(one, str) and one in choices else one for one in named
-        ]
-        answers = [f"{delimiter}{target if task.multiple_input else choice}" for choice in choices]
-    bits = [
-        -loglikelihoods[i] / (math.log(2) * len(answers[i].encode()))
-        for i in right
-        if isinstance(i, int) and 0 <= i < len(answers) and answers[i]
-    ]
+        choices = task.doc_to_choice(doc)
+        answers = [f"{task.config.target_delimiter}{choice}" for choice in choices]
+        right = target
+        if task.multiple_input:  # the choices are contexts of one answer; the text names the right
+            answers = [f"{task.config.target_delimiter}{target}"] * len(choices)
+            right = task.doc_to_text(doc)
+        if isinstance(right, int | str):
+            right = [right]
+    bits = []
+    for choice in right:
+        index = choices.index(choice) if isinstance(choice, str) and choice in choices else choice
+        if isinstance(index, int) and 0 <= index < len(answers) and answers[index]:
+            size = len(answers[index].encode())
+            bits.append(-loglikelihoods[index] / (math.log(2) * size))
     return min(bits, default=None)
 
 
 def score_task(
     name: str, loaded: Any, adapter: "Adapter", num_fewshot: int = 0, limit: int | None = None
-) -> dict[str, Metrics]:
-    """Score a model on what `load_tasks` loaded by `name`: {task: Metrics}, on every rank.
+) -> dict[str, TaskMetrics]:
+    """Score a model on a task or a group of tasks.
 
-    It may be scored again.
+    Args:
+        name: of the task.
+        loaded: from `load_tasks`; may be scored again.
+        adapter: of the model.
+        num_fewshot: examples in a prompt, unless the task says 0.
+        limit: score the first documents of each task only.
 
-    Prompts have `num_fewshot` examples, unless the task says 0; of each task the first `limit`
-    documents are scored.
+    Returns:
+        {task: metrics}, on every rank.
 
     Raises:
         RunError: the harness cannot evaluate it.
@@ -244,30 +270,28 @@ def score_task(
     for task in loaded["tasks"].values():
         if task.get_config("num_fewshot") != 0:
             task.set_config(key="num_fewshot", value=num_fewshot)
-        task.set_fewshot_seed(seed=1234)  # the harness' own
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
     try:
         with fixed_seeds():
-            # Of the lower level: lm_eval.simple_evaluate would look at the machine for seconds.
+            # not lm_eval.simple_evaluate, which inspects the machine for seconds
             results: Any = lm_eval.evaluate(
                 adapter, loaded, limit=limit, log_samples=False, bootstrap_iters=1000
             )
     except RunError:
         raise
-    # of a document that lacks a column, too
+    # most often a document that lacks a column
     except (ValueError, LookupError, TypeError, TemplateError) as error:
         raise RunError(
-            f"{name}: lm-evaluation-harness failed ({first_line(error)}); a document may lack a column, or there "
-            f"are fewer documents than --num-fewshot asks for"
+            f"{name}: lm-evaluation-harness failed ({first_line(error)}); a document may lack a "
+            f"column, or there are fewer documents than --num-fewshot asks for"
         ) from error
-    counts = {
-        task: {"documents": count["effective"]} for task, count in results["n-samples"].items()
-    }
-    return {
-        task: {
-            key.removesuffix(",none"): value
-            for key, value in values.items()
-            if isinstance(value, float)
-        }
-        | counts.get(task, {"documents": None})
-        for task, values in results["results"].items()
-    }
+    scores = {}
+    for task, values in results["results"].items():
+        metrics: TaskMetrics = {}
+        for key, value in values.items():
+            if isinstance(value, float):
+                metrics[key.removesuffix(",none")] = value
+        count = results["n-samples"].get(task, {"effective": None})  # a group has no count
+        metrics["documents"] = count["effective"]
+        scores[task] = metrics
+    return scores
