@@ -59,9 +59,8 @@ def tiny_model(tiny, seed=0, *overrides):
     """An fp64 model, so that the choice of experts does not depend on the batch size."""
     torch.manual_seed(seeded(seed).initial_seed())
     config = tiny("model.init_std=0.2", *overrides)
-    return GPT(config.model).double().eval(), open_tokens(
-        f"{config.data.dir}/{config.data.name}", "val"
-    )
+    tokens = open_tokens(config.data.folders[0], "val")
+    return GPT(config.model).double().eval(), tokens
 
 
 def near(found, wanted, length, name):
@@ -225,7 +224,7 @@ def test_command_compares_two_checkpoints(made):
     )
     assert (report["top_k"], report["other"]) == (2, "kern, step_00000002")
     models = [load_model(run, step).model for step in (4, 2)]
-    tokens = open_tokens(report["data"], "val")
+    tokens = open_tokens(Path(report["data"]), "val")
     layers, *_ = count_routing(*models, text=windows(tokens, fixed_windows(tokens, 32, 6), 32)[0])
     for number, (agreement, layer) in enumerate(zip(report["agreement"], layers, strict=True)):
         assert agreement == {"layer": number} | compare_choices(layer.agreement.numpy(), top_k=2)

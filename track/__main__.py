@@ -100,7 +100,8 @@ def name_entry(protocol: Protocol, args: Namespace) -> tuple[str, str, dict[str,
     options = read_options(protocol.file, args.set)
     if name in ROUTERS and (name != router or options):
         raise ValueError(
-            f"{name} is a router of router.py; give the entry a name of its own: NAME --spec {router}"
+            f"{name} is a router of router.py; give the entry a name of its own: "
+            f"NAME --spec {router}"
         )
     check_settings(configure.load(protocol.file, [f"model.router={router}", *args.set]))
     return name, router, options
@@ -126,7 +127,7 @@ def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
         return code
     print(f"{path}: complete", flush=True)
     others = load_complete(protocol)
-    if args.draft:  # compared with the reference alone; other entries correct no p-value
+    if args.draft:  # compared with the reference alone, so no other entry corrects it
         others = [other for other in others if other["name"] == protocol.reference]
         others.append({**read_record(path), "name": f"{name} (draft)"})
     print_verdicts(protocol, others)
@@ -167,7 +168,7 @@ def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
             raise ValueError("--rerun takes one record")
         return rerun(protocol, read_record(args.records[0]), args.rerun, stop)
     faulty = False
-    paths = {}  # by name
+    paths: dict[Any, Path] = {}  # by name
     for path in args.records:
         faults = check_record(protocol, path, paths)
         print(f"{path}: {plural(len(faults), 'fault') if faults else 'intact'}", flush=True)
@@ -179,7 +180,7 @@ def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     return int(faulty)
 
 
-def check_record(protocol: Protocol, path: Path, paths: dict[str, Path]) -> list[str]:
+def check_record(protocol: Protocol, path: Path, paths: dict[Any, Path]) -> list[str]:
     """List the faults of a record's file; `paths` holds the paths of earlier records by name."""
     faults = []
     try:
