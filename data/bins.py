@@ -133,21 +133,18 @@ class Tokens:
             raise IndexError(f"tokens [{start}, {start + count}) of {len(self)}")
         self._touched += FAULT_BYTES + 2 * count
         if self._touched > RELEASE_BYTES:
-            self._touched = 0
-            for shard in self._shards:
-                if isinstance(shard.base, mmap.mmap):
-                    shard.base.madvise(mmap.MADV_DONTNEED)
+            self._release_pages()
         stop = start + count
         first_shard = bisect_right(self._starts, start) - 1
         end_shard = bisect_left(self._starts, stop)
-        parts = []
+        slices = []
         for i in range(first_shard, end_shard):
             shard_start = self._starts[i]
-            parts.append(self._shards[i][max(0, start - shard_start) : stop - shard_start])
-        if len(parts) == 1:
-            ids = parts[0]
+            slices.append(self._shards[i][max(0, start - shard_start) : stop - shard_start])
+        if len(slices) == 1:
+            ids = slices[0]
         else:
-            ids = np.concatenate([np.empty(0, np.uint16), *parts])
+            ids = np.concatenate([np.empty(0, np.uint16), *slices])
         fault = _find_bad_id(ids, self.vocab_size, start)
         if fault:
             raise DataError(
@@ -155,16 +152,22 @@ class Tokens:
             )
         return ids
 
+    def _release_pages(self) -> None:
+        self._touched = 0
+        for shard in self._shards:
+            if isinstance(shard.base, mmap.mmap):
+                shard.base.madvise(mmap.MADV_DONTNEED)
+
 
 def read_meta(folder: Path) -> Meta:
-    """The checked meta.json of a set.
+    """Read and check the meta.json of a set.
 
     Raises DataError if it is missing, half-prepared or of another format.
     """
     path = folder / "meta.json"
     if not path.is_file():
         if folder.is_dir() or partial_folder(folder).is_dir():
-            state = "half-prepared. Resume with the command that began it"
+            state = "half-prepared. Resume with the command that started it"
         else:
             state = "no such data set. Prepare it"
         raise DataError(f"{folder}: {state}: {_guess_command(folder)}")

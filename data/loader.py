@@ -82,7 +82,7 @@ class Loader:
         return windows(self._tokens, self.indices(step, start, count), self._block_size)
 
     def indices(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
-        """The windows of the same rows, (count,) int64, as `JoinedTokens` numbers them."""
+        """The windows of rows [start, start + count), (count,) int64, numbered over all sets."""
         if count is None:
             count = self._batch_size - start
         assert step >= 0 and 0 <= start <= start + count <= self._batch_size
@@ -281,12 +281,15 @@ def windows(
 
 
 def prefetch(items: Iterable[T]) -> Generator[T, None, None]:
-    """The same items; another thread makes the next one while one is in use."""
+    """Yield the items; a thread makes the next one while one is in use."""
     with ThreadPoolExecutor(1) as thread:
         source = iter(items)
         end: Any = object()
         following = thread.submit(next, source, end)
-        while (item := following.result()) is not end:
+        while True:
+            item = following.result()
+            if item is end:
+                return
             following = thread.submit(next, source, end)
             yield item
 

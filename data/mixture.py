@@ -90,10 +90,10 @@ def identify(metas: Sequence[Meta], weights: Sequence[float]) -> dict[str, str]:
     prints = [fingerprint(meta) for meta in metas]
     if len(metas) == 1:
         return prints[0]
-    parts = []
+    weighted = []
     for share, set_print in zip(to_shares(weights).tolist(), prints, strict=True):
-        parts.append([share, set_print["data"]])
-    return {"data": sha256_of(parts), "tokenizer": prints[0]["tokenizer"]}
+        weighted.append([share, set_print["data"]])
+    return {"data": sha256_of(weighted), "tokenizer": prints[0]["tokenizer"]}
 
 
 def to_shares(weights: Sequence[float]) -> np.ndarray:

@@ -70,7 +70,7 @@ def verify_dataset(folder: Path) -> str:
     for name in meta.splits:
         tokens = bins.open_tokens(folder, name)
         text = tokenizer.decode(tokens.read(0, min(SAMPLE_TOKENS, len(tokens))).tolist())
-        lines.append(f"    {name} begins: {text!r}")
+        lines.append(f"    {name} starts: {text!r}")
     return "\n".join(lines)
 
 

@@ -142,8 +142,8 @@ class _SplitWriter:
             if self._file is None:
                 self._file = self._next_path.open("w+b")
             room = self._shard_tokens - self._file.tell() // 2  # tokens
-            part, ids = np.split(ids, [room])
-            self._file.write(part.tobytes())
+            self._file.write(ids[:room].tobytes())
+            ids = ids[room:]
             if self._file.tell() == 2 * self._shard_tokens:
                 self._close_shard()
 

@@ -207,7 +207,7 @@ def test_sets_that_are_not_there(tmp_path):
     for name, says in {
         "stdlib": f"stdlib: no such data set. Prepare it: {command} stdlib --out {tmp_path}",
         "mybok": f"{command} text --source FILES --name mybok --out {tmp_path}",
-        "books": f"half-prepared. Resume with the command that began it: {command} text --source",
+        "books": f"half-prepared. Resume with the command that started it: {command} text --source",
     }.items():
         with pytest.raises(DataError, match=re.escape(says)):
             check_dataset(tmp_path / name, 257)

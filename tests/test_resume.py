@@ -41,7 +41,7 @@ def undisturbed(run, books, tmp_path, small_batches):
 def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at):
     stop_at(13, *books)
     with pytest.raises(
-        DataError, match="text: half-prepared. Resume with the command that began it"
+        DataError, match="text: half-prepared. Resume with the command that started it"
     ):
         check_dataset(tmp_path / "out/text", 257)
     run("text", main=verify.main, code=2)
