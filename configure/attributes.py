@@ -1,4 +1,4 @@
-"""What the schema says about a config key beside its type, so that no other file lists keys.
+"""Attributes of config keys besides their types, so that no other file lists keys.
 
 `key` declares a key with its attributes. schema.py's `select_keys` finds the keys that have one.
 """

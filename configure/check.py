@@ -41,7 +41,8 @@ def _explain(key: str, value: Any, error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown key{_suggest_key(key)}"
     entry = error["loc"][2:]  # in the table that the key holds
-    reason = ": ".join([*map(repr, entry), error["msg"].removeprefix("Value error, ")])
+    reason = "".join(f"{name!r}: " for name in entry)
+    reason += error["msg"].removeprefix("Value error, ")
     if error["type"] == "literal_error" and isinstance(value, str):
         reason += _suggest(value, KEYS[key]["enum"])
     return reason
@@ -63,8 +64,8 @@ def _suggest_key(key: str) -> str:
     return _suggest(key, [*KEYS, *SECTIONS])
 
 
-def _suggest(text: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    nearest = difflib.get_close_matches(text, known, n=1, cutoff=cutoff)
+def _suggest(text: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    nearest = difflib.get_close_matches(text, choices, n=1, cutoff=cutoff)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
@@ -102,9 +103,11 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
 def _check_model(model: Model) -> Iterator[str]:
     heads = model.n_head
     groups = model.n_kv_head
-    unit, width = heads, "equal width"
+    unit = heads
+    width = "equal width"
     if model.pos == "rope":  # it rotates pairs of channels
-        unit, width = 2 * heads, "even width, which rope needs"
+        unit = 2 * heads
+        width = "even width, which rope needs"
     if model.n_embd % unit:
         yield (
             f"model.n_embd = {model.n_embd} does not divide into model.n_head = {heads} heads of "
@@ -198,9 +201,11 @@ def _check_batch(train: Train, world_size: int) -> Iterator[str]:
 
 def _check_warmup(config: Config) -> Iterator[str]:
     optim = config.optim
-    steps, end = config.train.max_steps, "end"
+    steps = config.train.max_steps
+    end = "end"
     if optim.schedule == "wsd":
-        steps, end = optim.decay_start(steps), "decay"
+        steps = optim.decay_start(steps)
+        end = "decay"
     if optim.warmup_steps > steps:
         yield (
             f"optim.warmup_steps = {optim.warmup_steps} is more than the {steps} steps before the "

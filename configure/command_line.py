@@ -45,7 +45,8 @@ def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
 
     Raises ConfigError if not one file.
     """
-    files, overrides = [], []
+    files: list[str] = []
+    overrides: list[str] = []
     arguments = iter(argv)
     for argument in arguments:
         if not argument.startswith("--"):

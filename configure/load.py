@@ -42,7 +42,7 @@ Axes = dict[tuple[str, ...], list[list]]  # linked keys: rows of values
 
 
 class ConfigInput(NamedTuple):
-    """What a file and a command line set, by dotted key. Each value is checked alone."""
+    """Settings of a file and a command line, by dotted key. Each value is checked alone."""
 
     in_file: dict[str, Any]
     given: dict[str, Any]  # on the command line
@@ -201,25 +201,25 @@ def _name_run(stem: str, values: dict[str, Any], read: ConfigInput) -> str:
     if trunk:
         steps = f"{values['train.branch_step']}to{values['train.max_steps']}"
         parts = [f"{Path(trunk).name}-{steps}"]
-        named = {"train.branch_from", "train.branch_step", "train.max_steps"}
+        in_name = {"train.branch_from", "train.branch_step", "train.max_steps"}
     else:
         parts = [stem, values["model.router"]]
-        named = set()
-    for key in _keys_of_name(values, read, named | {"model.router", "run.seed"}):
+        in_name = set()
+    for key in _list_axis_keys(read.axes, in_name | {"model.router", "run.seed"}):
         parts.append(_format_name_part(key, values[key]))
     if not trunk and _is_seed_chosen(values, read):
         parts.append(_format_name_part("run.seed", values["run.seed"]))
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")
 
 
-def _keys_of_name(values: dict[str, Any], read: ConfigInput, named: set[str]) -> list[str]:
-    """The keys of the axes whose values name a run, without those `named` already.
+def _list_axis_keys(axes: Axes, in_name: set[str]) -> list[str]:
+    """The keys of the axes whose values name a run, without keys that are `in_name` already.
 
     Of linked keys the first one is enough, unless its values repeat.
     """
     keys = []
-    for linked, rows in read.axes.items():
-        others = [key for key in linked if key not in named]
+    for linked, rows in axes.items():
+        others = [key for key in linked if key not in in_name]
         distinct = {repr(row[0]) for row in rows}
         keys += others[:1] if len(distinct) == len(rows) else others
     return keys
@@ -376,7 +376,7 @@ def _suggest_file(path: Path) -> str:
 def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
     """`--optim.lr=1e-3` -> `("optim.lr", 0.001)`.
 
-    The value of a text key is text; that of others is read as TOML if it can be.
+    The value of a text key is text; other values are read as TOML if they can be.
 
     With `lists`, `--model.router=["kern"]` gives a list for a text key as well.
     """

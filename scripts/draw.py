@@ -1,6 +1,6 @@
 """Draw the experts' loads that eval.routing has measured.
 
-    python -m scripts.draw runs/NAME/eval/step_…/routing/routing.json   loads.png beside it
+    python -m scripts.draw runs/NAME/eval/step_…/routing/routing.json   # writes loads.png there
 
 Needs requirements-report.txt.
 """

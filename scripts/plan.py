@@ -84,8 +84,8 @@ def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[
     yield text_table(head, rows)
     for (parallel, checkpointing), size in sums.items():
         if size <= limit:
-            more = " --train.activation_checkpointing=true" if checkpointing else ""
-            yield f"--train.parallel={parallel}{more}"
+            option = " --train.activation_checkpointing=true" if checkpointing else ""
+            yield f"--train.parallel={parallel}{option}"
             return
     yield "none fits: more GPUs, a smaller train.micro_batch_size, or GPUs with more memory"
 

@@ -137,8 +137,8 @@ def make_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str], stop: Stop | None = None) -> int:
     """Run the command; returns the exit status."""
-    args, more = make_parser().parse_known_args(argv)
-    file, overrides = configure.split_command_line(more)
+    args, config_arguments = make_parser().parse_known_args(argv)
+    file, overrides = configure.split_command_line(config_arguments)
     points = list_points(file, overrides, args.scale)
     left = [point for point in points if point.steps_done() < point.config.train.max_steps]
     shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
@@ -208,7 +208,7 @@ def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> 
 def list_points(file: str, overrides: list[str], scale: float | None = None) -> list[Point]:
     """Every point of the sweep, made smaller by `scale` if it is given. Raises ConfigError.
 
-    A point is in the folder that train.py would take for it: another one if a run of an edited
+    A point is in the folder that train.py would use for it: another one if a run of an edited
     config has its own.
     """
     if scale is not None and not 0 < scale < 1:
@@ -260,8 +260,8 @@ def find_gpus(points: list[Point]) -> list[str]:
     if not torch.cuda.is_available() or all(point.config.train.device == "cpu" for point in points):
         return []
     count = torch.cuda.device_count()
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return named[:count] or [str(i) for i in range(count)]
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return visible[:count] or [str(i) for i in range(count)]
 
 
 def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:

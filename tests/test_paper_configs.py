@@ -1,6 +1,6 @@
 """config/paper/: one file per experiment of the paper, and controls.
 
-Expected numbers are those of the project's digest of the paper (results.json, not part of this
+Expected numbers are from the project's digest of the paper (results.json, not part of this
 repository): ids of experiments, parameters without the position table, printed settings.
 """
 
@@ -208,9 +208,9 @@ def test_files_of_one_size_match_the_papers_table(name):
 
 
 def test_controls():
-    """Of routers: without a balance but for one, whose balance is a bias.
+    """Controls of routers have no balance, but for one whose balance is a bias.
 
-    Of balance: with a loss and without.
+    Controls of balance have a loss or none.
     """
     rates = {(c.model.router, c.train.bias_update_rate) for c in runs("controls_routers")}
     assert rates >= {

@@ -243,9 +243,7 @@ def test_device_known_to_be_too_small_is_refused(capacity, gpus):
 @pytest.mark.gpu
 @pytest.mark.parametrize("micro_batch", [4, 16])
 def test_peak_on_a_gpu_is_as_planned(micro_batch):
-    """Of a training step of 125m.toml in float16, within 15%, gradients staying as they do under
-    DDP.
-    """
+    """A training step of 125m.toml in float16, within 15%; gradients stay, as under DDP."""
     config = configure.load(
         REPO_ROOT / "config/125m.toml", [f"--train.micro_batch_size={micro_batch}"]
     )

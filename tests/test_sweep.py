@@ -298,16 +298,14 @@ def test_gpus_are_those_visible_to_this_process(sweep_file, monkeypatch, call):
 def test_all_running_points_are_stopped(
     sweep_file, tmp_path, fake_trainer, monkeypatch, gpus, code, capfd
 ):
-    """Those that were stopped have not failed, whatever their exit code."""
+    """A point that was stopped has not failed, whatever its exit code."""
     monkeypatch.setenv("STOPPED_CODE", str(code))
     monkeypatch.setattr(sweep, "find_gpus", lambda points: gpus)
     monkeypatch.setenv("WAIT_FOR", str(tmp_path / "never"))
     ranks = 4 if gpus else 2
 
     def all_started():
-        """Whether all ranks of the first two points have started; the others must not, then or
-        later.
-        """
+        """Return True once all ranks of the first two points have started; others never may."""
         assert len(fake_trainer()) <= ranks
         return len(fake_trainer()) == ranks
 
@@ -329,9 +327,7 @@ def test_all_running_points_are_stopped(
     "number, code", [(signal.SIGTERM, EXIT_CODE), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_no_point_outlives_the_sweep(sweep_file, tmp_path, fake_trainer, number, code):
-    """However it ends, the point that it trains is asked to stop: then nobody holds their stdout
-    any more.
-    """
+    """However the sweep ends, its point is asked to stop: then nobody holds their stdout."""
     script = "import sys; from runtime.signals import Stop; from scripts import sweep; "
     script += "sweep.TRAIN = sys.argv.pop(1); "
     script += "sys.exit(sweep.main(sys.argv[1:], Stop().listen()))"

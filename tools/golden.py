@@ -58,9 +58,9 @@ def write_corpus(folder: Path) -> None:
         writer.finish("golden", {}, "python -m tools.golden")
 
 
-def train_router(router: str, folder: Path, *more: str) -> dict[str, float]:
+def train_router(router: str, folder: Path, *overrides: str) -> dict[str, float]:
     """Train `router` on the corpus in `folder`; returns {"val 0": loss, "train 1": loss, ...}."""
-    name = "-".join([router, *(override.split("=")[1] for override in more)])
+    name = "-".join([router, *(override.split("=")[1] for override in overrides)])
     settings = [
         f"--model.router={router}",
         f"--run.name={name}",
@@ -68,7 +68,7 @@ def train_router(router: str, folder: Path, *more: str) -> dict[str, float]:
         f"--data.dir={folder}",
     ]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        train(configure.load(CONFIG, [*settings, *more]))
+        train(configure.load(CONFIG, [*settings, *overrides]))
     losses = {}
     for line in read_metrics(folder / "runs" / name / "metrics.jsonl"):
         for split in ("train", "val"):
@@ -123,10 +123,10 @@ def main(argv: list[str] | None = None) -> int:
         rows = {router: {"cpu": golden[router], args.device: losses[router]} for router in losses}
         args.json.write_text(json.dumps(rows))
     if args.update and not args.device:
-        made = json.dumps({"torch": torch.__version__})
+        versions = json.dumps({"torch": torch.__version__})
         rows = [f"{json.dumps(router)}: {json.dumps(row)}" for router, row in losses.items()]
         body = ",\n".join(rows)
-        FILE.write_text(f'{{"made": {made},\n"losses": {{\n{body}}}}}\n')
+        FILE.write_text(f'{{"made": {versions},\n"losses": {{\n{body}}}}}\n')
     return int(largest > tolerance and not args.update)
 
 
