@@ -14,7 +14,7 @@ import sys
 
 from runtime.launch import check_command, launch, run_until_exit
 
-# before torch is imported, which takes seconds: a typo or missing data is reported at once
+# Importing torch needs seconds: a typo or missing data is reported before.
 if __name__ == "__main__":
     check_command(sys.argv[1:])
 
@@ -66,7 +66,7 @@ def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * height)
 
 
-def step_loads(state: TrainState, micro_batches: list[Batch]) -> Tensor:
+def count_step_loads(state: TrainState, micro_batches: list[Batch]) -> Tensor:
     """Loads (L, E) of a step over all ranks, from a forward pass without gradients.
 
     The loads of the previous step would be free, but with them the balance loss chases loads that
@@ -139,7 +139,7 @@ def forward_backward(
     with state.cast_experts_once():
         loads = None
         if needs_step_loads and accumulation > 1:
-            loads = step_loads(state, micro_batches)
+            loads = count_step_loads(state, micro_batches)
         for number, (x, y) in enumerate(micro_batches):
             set_gradient_sync(state.runner, state.compute.parallel, last=number == accumulation - 1)
             out = state.forward(x, y)

@@ -1,4 +1,4 @@
-"""What a run stands on: processes and devices, its folder, checkpoints, metrics."""
+"""The services of a run: processes and devices, its folder, checkpoints, metrics."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

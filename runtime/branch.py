@@ -20,7 +20,7 @@ from runtime.metrics import last_step_of, list_arrays, read_metrics
 
 
 class Branch(NamedTuple):
-    """Where a branch leaves its trunk."""
+    """The trunk of a branch, and the step at which the branch starts."""
 
     trunk: RunFolder
     step: int

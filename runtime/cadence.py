@@ -1,4 +1,4 @@
-"""What is due at a step: evaluation, a checkpoint, a line of metrics, the end."""
+"""Decide what is due at a step: evaluation, a checkpoint, a line of metrics, the end."""
 
 import time
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from runtime.signals import Stop
 
 
 class Due(NamedTuple):
-    """What to do once a number of steps are done, before the next; the same on all ranks."""
+    """Work that is due between two steps; the same on all ranks."""
 
     evaluate: bool
     save: bool
@@ -44,7 +44,7 @@ class Cadence:
         self.evaluated_step = start if evaluated else -1
 
     def at(self, step: int) -> Due:
-        """What is due after `step` steps.
+        """Decide what is due after `step` steps.
 
         If one rank is asked to stop, all ranks save and stop.
         """

@@ -41,7 +41,7 @@ GPUS = {
 
 
 class Ranks(NamedTuple):
-    """This rank among those of the job."""
+    """This rank and the size of the job."""
 
     rank: int
     world_size: int

@@ -64,7 +64,7 @@ class Guard:
         """
         counters = self.state.updates.read()
         step = int(counters.step)
-        if counters.halted == BAD_LOSS:  # weights, windows and dropout are still those of that step
+        if counters.halted == BAD_LOSS:  # weights are still as they were before that step
             file = self._dump_crash(step, counters)
             raise RunError(
                 f"{self.run}: train loss {counters.loss} in step {step + 1}, before its update: "

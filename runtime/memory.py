@@ -142,7 +142,7 @@ def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
     V = model.vocab_size
     C = model.n_embd
     chunk = chunk_rows(tokens, V, b) * V * b
-    # of the weight; after the chunks are freed, a copy scaled by the loss's own gradient is made
+    # The weight's gradient. After the chunks are freed, it is copied, scaled by the loss's gradient.
     gradient = 4 * V * C
     return b * tokens * C + gradient + max(chunk, gradient)
 

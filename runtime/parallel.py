@@ -34,7 +34,7 @@ else:
 
 
 class Compute(NamedTuple):
-    """What a rank computes on, and how."""
+    """Device, type and parallelism of a rank."""
 
     device: torch.device
     dtype: torch.dtype  # the type that autocast computes in

@@ -37,7 +37,7 @@ class InitialWeights(Protocol):
         autocast: torch.autocast,
         ranks: distributed.Ranks,
     ) -> None:
-        """Scale the gates of new routers to those of the routers that they replace."""
+        """Scale the gates of new routers to the gates of the routers that they replace."""
 
 
 ReadWeights = Callable[[Config], InitialWeights]  # hf.init_from.read_initial_weights
@@ -45,7 +45,7 @@ ReadWeights = Callable[[Config], InitialWeights]  # hf.init_from.read_initial_we
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run before it starts. None of it has been written anywhere.
+    """All that is known of a run before it starts. Nothing has been written anywhere.
 
     Attributes:
         config: the settings, with what a resume keeps and with train.dtype resolved.

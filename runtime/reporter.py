@@ -1,4 +1,4 @@
-"""What rank 0 reports of a run: the header, the progress bar, lines of metrics.
+"""Reports of a run on rank 0: the header, the progress bar, lines of metrics.
 
 Other ranks have a silent reporter.
 """

@@ -92,16 +92,25 @@ def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, 
     assert len(group_runs([read_run(path_of(one)) for one in (config, alone)])[0]) == 1
 
 
-@pytest.mark.parametrize(("overrides", "says"), [
-    (["train.max_steps=12", "train.batch_size=16"], "train.batch_size: 8 -> 16\n.*as the trunk has them"),
-    (["train.max_steps=12", "train.branch_from=runs/gone"], "runs/gone: no config.toml there, so not a run"),
-    (["train.max_steps=4"], "no checkpoint of step 3, .*6, 9.*--train.keep_steps=3$"),
-    (["train.branch_step=16", "train.max_steps=20"], "no checkpoint of step 16, .* up to step 12, .*6, 9\\."),
-])  # fmt: skip
+REFUSED = {
+    "train.max_steps=12 train.batch_size=16": (
+        "train.batch_size: 8 -> 16\n.*as the trunk has them"
+    ),
+    "train.max_steps=12 train.branch_from=runs/gone": (
+        "runs/gone: no config.toml there, so not a run"
+    ),
+    "train.max_steps=4": "no checkpoint of step 3, .*6, 9.*--train.keep_steps=3$",
+    "train.max_steps=20 train.branch_step=16": (
+        "no checkpoint of step 16, .* up to step 12, .*6, 9\\."
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "says"), REFUSED.items())
 def test_what_cannot_be_a_branch_is_refused(tiny, trunk, overrides, says):
     before = content(path_of(trunk).parent)
     with pytest.raises(RunError, match=f"(?s)^train.branch_from = .*{says}"):
-        train.train(branch(tiny, trunk, *overrides))
+        train.train(branch(tiny, trunk, *overrides.split()))
     assert content(path_of(trunk).parent) == before
 
 

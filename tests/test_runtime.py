@@ -138,16 +138,32 @@ TOKENS = 2 * 16
 LAYER, LOGITS = 10240, 1472
 
 
-@pytest.mark.parametrize("parallel, shards, checkpointing, parameters, copies, activations", [
-    # casts of one block; inputs
-    ("ddp", 1, True, 1904, 2 * (80 + 192 + 416), 3 * 4 * TOKENS * 8 + LAYER),
-    # An expert each; casts; experts in bf16 four times and once in fp32, the rest of a block five
-    # times in fp32, what is outside of blocks twice.
-    ("fsdp", 2, False, 952, 2 * (80 + 3 * 192) + (4 * 2 + 4) * 416 + 5 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
-    # All gathered; of a block what arrives, its gradients and those that are reduced.
-    ("zero2", 2, False, 952, 2 * 656 + 3 * (2 * 416 + 4 * 192) + 8 * 416 + 3 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
-])  # fmt: skip
-def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies, activations):
+# Parameters of a block's experts and of the block without them, and outside of blocks.
+EXPERTS, BLOCK, OUTSIDE = 416, 192, 80
+COPIES = {
+    "ddp": 2 * (OUTSIDE + BLOCK + EXPERTS),  # casts of one block
+    # Casts; experts in bf16 four times and once in fp32, the remainder of a block five times in
+    # fp32, parameters outside of blocks twice.
+    "fsdp": 2 * (OUTSIDE + 3 * BLOCK) + (4 * 2 + 4) * EXPERTS + 5 * 4 * BLOCK + 2 * 4 * OUTSIDE,
+    # Casts; all gathered; one block as it arrives, its gradients, and gradients being reduced.
+    "zero2": 2 * (OUTSIDE + 3 * BLOCK)
+    + 3 * (2 * EXPERTS + 4 * BLOCK)
+    + (2 * 2 + 4) * EXPERTS
+    + 3 * 4 * BLOCK
+    + 2 * 4 * OUTSIDE,
+}
+
+
+@pytest.mark.parametrize(
+    "parallel, shards, checkpointing, parameters, activations",
+    [
+        ("ddp", 1, True, 1904, 3 * 4 * TOKENS * 8 + LAYER),  # inputs, and one block
+        ("fsdp", 2, False, 952, 3 * LAYER),  # an expert each
+        ("zero2", 2, False, 952, 3 * LAYER),
+    ],
+)
+def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, activations):
+    copies = COPIES[parallel]
     train = Train(micro_batch_size=2, dtype="bfloat16", activation_checkpointing=checkpointing)
     config = CONFIG.model_copy(update={"train": train})
     plan = memory.estimate_memory(config, SHAPES, parallel, shards)

@@ -111,9 +111,9 @@ def test_losses_are_cross_entropy_alone(tiny):
 
 def test_loads_of_a_step_are_known_before_it(tiny, monkeypatch):
     """Also with dropout: the pass that counts them draws the same random numbers."""
-    counted, count = [], train.step_loads
+    counted, count = [], train.count_step_loads
     monkeypatch.setattr(
-        train, "step_loads", lambda *args: counted.append(count(*args)) or counted[-1]
+        train, "count_step_loads", lambda *args: counted.append(count(*args)) or counted[-1]
     )
     own = [
         "model.dropout=0.5",
@@ -286,14 +286,17 @@ def test_cadence_by_hand(tiny, monkeypatch):
 
 # ---- what a run leaves behind
 EVALUATED = """
-step tokens val/loss val/window_losses val/window_documents val/loads val/load_imbalance val/dead_experts
-val/zero_gates val/gate_norm val/gate_norm_of_layers val/gate_sum val/gate_sum_of_layers
+step tokens val/loss val/window_losses val/window_documents
+val/loads val/load_imbalance val/dead_experts val/zero_gates
+val/gate_norm val/gate_norm_of_layers val/gate_sum val/gate_sum_of_layers
 """
 LOGGED = """
 step tokens train/loss train/aux_loss optim/lr optim/grad_norm optim/loss_scale optim/skipped_steps
-router/load_imbalance router/dead_experts router/zero_gates router/loads router/entropy router/entropy_of_layers
+router/loads router/load_imbalance router/dead_experts router/zero_gates
+router/entropy router/entropy_of_layers
 router/gate_norm router/gate_norm_of_layers router/gate_sum router/gate_sum_of_layers
-router/expert_signal router/expert_signal_of_layers router/gamma router/gamma_of_layers perf/tokens_per_sec perf/step_ms
+router/expert_signal router/expert_signal_of_layers router/gamma router/gamma_of_layers
+perf/tokens_per_sec perf/step_ms
 """
 
 
