@@ -110,6 +110,38 @@ def auxiliary_loss(
     return loss
 
 
+def needs_step_loads(state: TrainState, train: Train) -> bool:
+    """Return True if the balance loss is computed from the loads of the whole step."""
+    return bool(state.mixtures and train.balance_loss_coef and train.balance_loss_scope == "global")
+
+
+def run_passes(
+    state: TrainState, accumulation: int, train: Train, x: Tensor, y: Tensor, loads: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Add a micro-batch's gradients, times the loss scale, to p.grad.
+
+    Args:
+        state: model and loss scale.
+        accumulation: micro-batches of one rank in a step.
+        train: settings of the auxiliary losses.
+        x: (B, T) int64 inputs.
+        y: (B, T) int64 targets.
+        loads: (L, E) of the whole step, where `needs_step_loads` and the step has several
+            micro-batches.
+
+    Returns:
+        Its loss, (), nats per token, and its part of the step's statistics.
+    """
+    out = state.forward(x, y)
+    assert out.loss is not None, "there are targets"
+    if needs_step_loads(state, train) and accumulation == 1:
+        loads = distributed.sum_over_ranks(out.stats.loads.sum(1))
+    aux_loss = auxiliary_loss(train, out.stats, loads, state.model.config.n_hash_layer)
+    ((out.loss + aux_loss) * state.updates.scale / accumulation).backward()
+    with torch.no_grad():
+        return out.loss.detach(), state.interval.join(out.loss, aux_loss, out.stats)
+
+
 def forward_backward(
     state: TrainState, batches: Iterator[Batch], accumulation: int, train: Train
 ) -> tuple[Statistics, list[Tensor]]:
@@ -128,28 +160,21 @@ def forward_backward(
     """
     stats = state.interval.new(state.selection_bias.n_bin)
     losses = []
-    scale = state.updates.scale
     device = state.compute.device
     micro_batches = []
     for x, y in islice(batches, accumulation):
         micro_batches.append((x.to(device, non_blocking=True), y.to(device, non_blocking=True)))
-    needs_step_loads = (
-        len(stats.loads) > 0 and train.balance_loss_coef and train.balance_loss_scope == "global"
-    )
+    passes = partial(run_passes, state, accumulation, train)
+    state.graph.start_step(state.optimizer.valid_copies().values())
     with state.cast_experts_once():
         loads = None
-        if needs_step_loads and accumulation > 1:
+        if needs_step_loads(state, train) and accumulation > 1:
             loads = count_step_loads(state, micro_batches)
         for number, (x, y) in enumerate(micro_batches):
             set_gradient_sync(state.runner, state.compute.parallel, last=number == accumulation - 1)
-            out = state.forward(x, y)
-            assert out.loss is not None, "there are targets"
-            if needs_step_loads and accumulation == 1:
-                loads = distributed.sum_over_ranks(out.stats.loads.sum(1))
-            aux_loss = auxiliary_loss(train, out.stats, loads, state.model.config.n_hash_layer)
-            ((out.loss + aux_loss) * scale / accumulation).backward()
-            losses.append(out.loss.detach())
-            stats.add_micro_batch(out.loss, aux_loss, out.stats)
+            loss, row = state.graph.run(passes, x, y, loads)
+            losses.append(loss)
+            stats.vector += row
     distributed.sum_over_ranks(stats.vector)
     stats.to_step_means(train.batch_size / train.micro_batch_size)
     return stats, losses

@@ -398,6 +398,11 @@ class Train(Section):
     compile: Literal["auto", "on", "off"] = key(
         "auto", "torch.compile every block; auto: on CUDA", resume=True
     )
+    cuda_graph: Literal["auto", "on", "off"] = key(
+        "auto",
+        "replay forward and backward pass as a CUDA graph, on one GPU; auto: off",
+        resume=True,
+    )
     parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = key(
         "auto",
         "ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: weights, too; "

@@ -18,6 +18,7 @@ from model import GPT, MoE, Output
 from runtime import RunError, checkpoint, distributed
 from runtime.batches import RankBatches
 from runtime.distributed import Ranks
+from runtime.graph import StepGraph, can_capture
 from runtime.optimizers import Optimizers, build_optimizer, choose_copy_dtype, measure_signal
 from runtime.parallel import (
     Compute,
@@ -140,6 +141,7 @@ class TrainState(AbstractContextManager["TrainState"]):
         selection_bias: moves the routers' selection biases.
         average: the running mean of the weights, if the run keeps one.
         interval: statistics of the steps since the last line of metrics.
+        graph: runs the passes of micro-batches, as a CUDA graph with train.cuda_graph.
     """
 
     step: int
@@ -153,6 +155,7 @@ class TrainState(AbstractContextManager["TrainState"]):
     selection_bias: SelectionBias
     average: WeightAverage | None
     interval: Statistics
+    graph: StepGraph
 
     def __exit__(self, *error: object) -> None:
         # Before the process group ends: as its last owner DDP's destructor would wait for gloo's
@@ -309,6 +312,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
             model, config, batches.read(count()), compute.autocast(), ranks
         )
 
+    captures = can_capture(train.cuda_graph, plan.device, ranks.world_size)
     copy_dtype = None
     if compute.shares_casts:
         copy_dtype = choose_copy_dtype(config.model.backend, plan.device, plan.dtype)
@@ -330,6 +334,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
             ranks.device,
             join=torch.compile(join, fullgraph=True) if compiles else join,
         ),
+        graph=StepGraph(model.parameters(), captures),
     )
     if start.step:
         checkpoint.load(start.checkpoints, start.step, model, optimizer.parts, state.tensors)

@@ -66,11 +66,6 @@ class Statistics:
         return Statistics(*self.shape, n_bin, join=self.join)
 
     @torch.no_grad()
-    def add_micro_batch(self, loss: Tensor, aux_loss: Tensor, stats: Stats) -> None:
-        """Add one micro-batch: `loss` and `aux_loss` (), and the model's `stats` of L layers."""
-        self.vector += self.join(loss, aux_loss, stats)
-
-    @torch.no_grad()
     def to_step_means(self, micro_batches: float) -> None:
         """Divide by the micro-batches of a step over all ranks, except loads and margins."""
         n_mean = len(self.vector) - self.loads.numel() - self.margins.numel()

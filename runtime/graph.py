@@ -1,0 +1,125 @@
+"""A micro-batch's forward and backward pass as a CUDA graph: the host launches it at once (train.cuda_graph).
+
+Without it the host launches each of some 900 kernels, which takes longer than the kernels
+themselves: on an H200 a step of config/125m.toml takes 103 ms, with it 81 (docs/performance.md).
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from common.text import first_line
+from runtime.distributed import print_once
+
+WARM_UP = 3  # steps before: kernels compile, and AdamW makes its copies of experts' weights
+
+# Of inputs and targets (B, T) int64 and any loads (L, E): the loss () and its part of the step's
+# statistics. It adds gradients to p.grad.
+Passes = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
+class Captured(NamedTuple):
+    """A graph and the tensors that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, Tensor, Tensor | None]
+    outputs: tuple[Tensor, Tensor]
+    gradients: list[Tensor | None]
+
+
+class StepGraph:
+    """Captures the passes of a step's micro-batches, and replays them in later steps.
+
+    A step's first micro-batch writes the gradients, all others add to them: two graphs.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], enabled: bool) -> None:
+        self.parameters = list(parameters)
+        self.enabled = enabled
+        self.n_step = 0
+        self.captured: dict[bool, Captured] = {}  # by whether it is the step's first micro-batch
+        self.copies: list[int] = []  # addresses that the graphs read
+        self.replays = False
+        self.is_first = True
+
+    def start_step(self, copies: Collection[Tensor]) -> None:
+        """Decide how the step is run. `copies` of experts' weights are valid now."""
+        addresses = [copy.data_ptr() for copy in copies]
+        if not self.captured:
+            self.copies = addresses
+        # after weights were loaded or exchanged there are no valid copies for a step
+        same_copies = addresses == self.copies
+        self.replays = self.enabled and self.n_step >= WARM_UP and same_copies
+        self.is_first = True
+        self.n_step += 1
+
+    def run(
+        self, passes: Passes, x: Tensor, y: Tensor, loads: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the passes, or replay them on these inputs; returns what they return."""
+        is_first = self.is_first
+        self.is_first = False
+        if self.replays and is_first not in self.captured:
+            try:
+                self.captured[is_first] = self.capture(passes, x, y, loads, is_first)
+            except RuntimeError as error:  # also without memory
+                self.give_up(first_line(error), is_first)
+        if not self.replays:
+            return passes(x, y, loads)
+        captured = self.captured[is_first]
+        for static, given in zip(captured.inputs, (x, y, loads), strict=True):
+            if static is not None and given is not None:
+                static.copy_(given)
+        captured.graph.replay()
+        for p, gradient in zip(self.parameters, captured.gradients, strict=True):
+            p.grad = gradient
+        loss, row = captured.outputs
+        return loss.clone(), row  # the next micro-batch overwrites both; the row is read before
+
+    def capture(
+        self, passes: Passes, x: Tensor, y: Tensor, loads: Tensor | None, is_first: bool
+    ) -> Captured:
+        """Capture the passes on copies of the inputs. Nothing is computed."""
+        inputs = (x.clone(), y.clone(), None if loads is None else loads.clone())
+        if is_first:
+            for p in self.parameters:
+                p.grad = None
+        pool = self.captured[True].graph.pool() if self.captured else None
+        graph, outputs = capture_graph(lambda: passes(*inputs), pool)
+        gradients = [p.grad for p in self.parameters]
+        return Captured(graph, inputs, outputs, gradients)
+
+    def give_up(self, reason: str, is_first: bool) -> None:
+        """Run this step and all later ones without graphs."""
+        print_once(f"train.cuda_graph: steps run without a graph, it cannot be captured: {reason}")
+        self.enabled = False
+        self.replays = False
+        self.captured = {}
+        if is_first:
+            for p in self.parameters:
+                p.grad = None
+
+
+def capture_graph(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Capture a call in the memory of `pool`, or in memory of its own; returns what the call does, too."""
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.current_stream()
+    try:
+        # other threads may allocate meanwhile: the one that reads ahead pins its batches
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            outputs = function()
+    finally:
+        torch.cuda.set_stream(stream)  # which a failed capture does not
+    return graph, outputs
+
+
+def can_capture(asked: str, device: torch.device, world_size: int) -> bool:
+    """Return True if train.cuda_graph = `asked` is to capture; say so where it asks in vain."""
+    if asked != "on":  # auto: off, until a GPU has shown that both ways agree
+        return False
+    if device.type != "cuda" or world_size > 1:
+        print_once("train.cuda_graph: steps run without a graph: it needs one CUDA device")
+        return False
+    return True

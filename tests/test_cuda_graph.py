@@ -1,0 +1,126 @@
+"""runtime/graph.py: a run with train.cuda_graph is equal to one without it, to the bit."""
+
+from unittest import mock
+
+import pytest
+import torch
+from runs import end, run
+
+from runtime import graph, state
+
+FEATURES = [
+    "train.micro_batch_size=4",  # two to a step
+    "train.max_steps=7",
+    "train.ema_decay=0.9",
+    "train.balance_loss_coef=0.01",
+    "train.bias_update_rate=0.001",
+    "train.deterministic=true",
+    "train.compile=off",
+    "model.router=softmax",
+    "model.dropout=0.1",
+]
+
+
+class Rerun:
+    """In place of a CUDA graph: replays by running the function once more, into the same tensors."""
+
+    def __init__(self, function, parameters):
+        self.function, self.parameters = function, parameters
+        self.is_first = parameters[0].grad is None
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        with torch.random.fork_rng([]):
+            self.outputs = function()
+        self.gradients = [p.grad for p in parameters]
+        for p, gradient in zip(parameters, before, strict=True):
+            if gradient is not None:
+                p.grad.copy_(gradient)
+
+    def pool(self):
+        return None
+
+    def replay(self):
+        if self.is_first:
+            for p in self.parameters:
+                p.grad = None
+        outputs = self.function()
+        for static, new in zip(self.outputs, outputs, strict=True):
+            static.copy_(new)
+        for static, p in zip(self.gradients, self.parameters, strict=True):
+            if p.grad is not static:
+                static.copy_(p.grad)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Capture on a CPU, too; the names of what was captured."""
+    calls = []
+
+    def capture(self, passes, x, y, loads, is_first):
+        calls.append("first" if is_first else "later")
+        return real(self, passes, x, y, loads, is_first)
+
+    def capture_graph(function, pool):
+        rerun = Rerun(function, parameters[-1])
+        return rerun, rerun.outputs
+
+    def build(model_parameters, enabled):
+        built = graph.StepGraph(model_parameters, enabled)
+        parameters.append(built.parameters)
+        return built
+
+    real, parameters = graph.StepGraph.capture, []
+    monkeypatch.setattr(graph.StepGraph, "capture", capture)
+    monkeypatch.setattr(graph, "capture_graph", capture_graph)
+    monkeypatch.setattr(state, "StepGraph", build)
+    monkeypatch.setattr(state, "can_capture", lambda asked, *_: asked == "on")
+    return calls
+
+
+def compare_runs(tiny, *overrides):
+    """Run without a graph and with one; assert that both end with equal weights and metrics."""
+    ends = []
+    for asked in ("off", "on"):
+        own = [f"run.name={asked}", f"train.cuda_graph={asked}"]
+        config = tiny(*FEATURES, *own, *overrides)
+        run(config)
+        ends.append(end(config))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("more", [[], ["data.document_mask=true"], ["train.micro_batch_size=8"]])
+def test_a_run_that_replays_is_equal_to_one_that_does_not(tiny, captured, more):
+    compare_runs(tiny, *more)
+    assert captured == (["first"] if "train.micro_batch_size=8" in more else ["first", "later"])
+
+
+@pytest.mark.parametrize("fails", ["first", "later"])
+def test_steps_run_without_a_graph_that_cannot_be_captured(tiny, captured, fails, capsys):
+    capture_graph = graph.capture_graph
+
+    def refuse(function, pool):
+        if captured[-1] == fails:
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        return capture_graph(function, pool)
+
+    with mock.patch.object(graph, "capture_graph", refuse):
+        compare_runs(tiny)
+    line = "train.cuda_graph: steps run without a graph, it cannot be captured: operation not"
+    assert capsys.readouterr().out.count(line) == 1
+
+
+def test_a_graph_needs_a_gpu_and_to_be_asked_for(capsys):
+    device = torch.device("cuda")
+    assert not graph.can_capture("auto", device, 1)
+    assert capsys.readouterr().out == ""
+    assert not graph.can_capture("on", torch.device("cpu"), 1)
+    assert not graph.can_capture("on", device, 2)
+    assert capsys.readouterr().out.count("it needs one CUDA device") == 2
+    assert graph.can_capture("on", device, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("more", [[], ["train.compile=on"], ["model.router=kern"]])
+def test_a_run_that_replays_is_equal_to_one_that_does_not_on_gpu(tiny, more, dtype, capsys):
+    compare_runs(tiny, "train.device=cuda", f"train.dtype={dtype}", *more)
+    assert "steps run without a graph" not in capsys.readouterr().out
