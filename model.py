@@ -21,7 +21,7 @@ from attention import Attention, Documents, KVCache, find_documents, make_norm
 from balance import LAYER_METRICS, Stats, count_margins, measure
 from configure.schema import Model as ModelConfig
 from gate_norm import gate_scale
-from kernels import add, add_norm, expert_mlp, route
+from kernels import add, add_norm, expert_mlp, linear, route
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.torch_grouped import activate
 from router import Router, Routing, find_spec, hash_table
@@ -91,6 +91,7 @@ class MoE(nn.Module):
         table = hash_table(config.vocab_size, *sizes, seed=layer) if hashed else None
         self.router = Router(config.n_embd, *sizes, spec, gate_scale(config), table)
         self.router.fused = partial(route, backend=config.backend)
+        self.router.linear = partial(linear, backend=config.backend)
         self.counts_margins = False  # in training, for train.bias_update = "quantile"
         self.experts = Experts(config)
         self.shared = (

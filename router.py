@@ -151,6 +151,7 @@ def find_spec(router: str) -> RouterSpec | None:
 
 
 Fused = Callable[..., tuple[Tensor, ...] | None]  # as `kernels.route`
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # as F.linear
 
 
 class Routing(NamedTuple):
@@ -203,6 +204,7 @@ class Router(nn.Module):
         self.top_k = top_k
         self.spec = spec
         self.fused: Fused | None = None  # `kernels.route`: computes the same faster, where it can
+        self.linear: Linear = F.linear  # or `kernels.linear`: as exact, faster on a GPU
         # (N, K) experts that take the place of the choice, see eval/traces.py
         self.replay: Tensor | None = None
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
@@ -224,7 +226,7 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
             bias = None if self.bias is None else self.bias.to(dtype)
-            logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)  # (N, E)
+            logits = self.linear(x.to(dtype), self.weight.to(dtype), bias)  # (N, E)
             given = self.replay  # experts whatever the scores
             if given is None and self.hash_table is not None:
                 given = self.hash_table[ids].flatten(0, -2)  # (N, K)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import reference, torch_grouped
@@ -17,11 +18,13 @@ try:
         triton_adamw,
         triton_cross_entropy,
         triton_experts,
+        triton_linear,
         triton_norm,
         triton_router,
     )
 except ImportError:  # triton exists for Linux only
-    triton_adamw = triton_cross_entropy = triton_experts = triton_norm = triton_router = None
+    triton_adamw = triton_cross_entropy = triton_experts = None
+    triton_linear = triton_norm = triton_router = None
 
 BACKENDS: dict[str, Callable[..., Tensor] | None] = {
     "reference": reference.expert_mlp,
@@ -126,6 +129,27 @@ def route(
         z_loss,
         *scalars.detach()[1:].unbind(),
     )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str = "auto") -> Tensor:
+    """Compute a router's logits (N, E) in float32, by tensor cores where the backend is triton.
+
+    Args:
+        x: (N, C) tokens.
+        weight: (E, C).
+        bias: (E,), or None.
+        backend: as in `expert_mlp`.
+
+    Returns:
+        x weightᵀ + bias in x's dtype, float32 or float64.
+    """
+    chosen = choose_backend(backend, x.device, x.dtype)
+    if chosen != "triton" or x.dtype != torch.float32:
+        return F.linear(x, weight, bias)
+    assert triton_linear is not None, "choose_backend ensures it"
+    if not triton_linear.IN_USE or len(weight) > triton_linear.LARGEST:
+        return F.linear(x, weight, bias)
+    return triton_linear.multiply_by_weight(x.contiguous(), weight.contiguous(), bias)
 
 
 def add_norm(

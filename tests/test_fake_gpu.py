@@ -18,6 +18,7 @@ import numerics  # noqa: E402
 import test_cross_entropy  # noqa: E402
 import test_kernels  # noqa: E402
 import test_triton  # noqa: E402
+import test_triton_linear  # noqa: E402
 import test_triton_norm  # noqa: E402
 import test_triton_router  # noqa: E402
 
@@ -27,11 +28,19 @@ CASES = {
     test_cross_entropy.test_full_size_on_a_gpu: (64, 8, 257, torch.float16, "triton"),
     test_kernels.test_torch_equals_reference_on_gpu: ("typical", torch.float16),
     test_triton.test_equals_reference_in_full_size_on_gpu: ("odd", "idle", torch.float16),
+    test_triton_linear.test_errs_no_more_than_float32_in_full_size_on_gpu: (80, 96, 13, 2),
     test_triton_norm.test_equals_float64_in_full_size_on_gpu: ("biased", 768),
     test_triton_router.test_equals_router_in_full_size_on_gpu: ("kern", 64, 8),
     test_triton_router.test_a_token_with_a_bad_logit_spoils_no_other_on_gpu: ("kern", math.nan),
 }
-MODULES = (test_cross_entropy, test_kernels, test_triton, test_triton_norm, test_triton_router)
+MODULES = (
+    test_cross_entropy,
+    test_kernels,
+    test_triton,
+    test_triton_linear,
+    test_triton_norm,
+    test_triton_router,
+)
 
 
 def find_gpu_tests(module: ModuleType) -> list:

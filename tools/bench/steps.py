@@ -12,7 +12,7 @@ from torch import Tensor
 
 import configure
 from configure.schema import Config
-from kernels import route
+from kernels import linear, route
 from model import GPT, MoE, flops_per_token
 from router import ROUTERS, Router, find_spec
 from runtime import RunError, distributed
@@ -116,6 +116,7 @@ def build_router(config: Config, device: torch.device) -> Callable[[], object]:
         raise RunError(f"model.router = {model.router} has no router: set --model.router=kern")
     router = Router(model.n_embd, model.n_expert, model.top_k, spec).to(device)
     router.fused = partial(route, backend=model.backend)  # as in the model
+    router.linear = partial(linear, backend=model.backend)
     n_token = config.train.micro_batch_size * model.block_size
     x = torch.randn(n_token, model.n_embd, device=device, requires_grad=True)
     d_weights = torch.randn(n_token, model.top_k, device=device)
