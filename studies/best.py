@@ -11,23 +11,16 @@ from itertools import combinations
 
 import numpy as np
 
-from common.command import command, run_command
 from report.__main__ import make_parser
 from report.blocks import Table
 from report.comparisons import Comparison, judge_pairs
 from report.groups import Group, Variant, format_value, join_labels
 from report.page import read_report
 from report.tables import build_pairs_table
+from studies.command import print_tables
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table of each group."""
-    for table in tabulate(argv):
-        print(table.to_text() + "\n")
-
-
-def tabulate(argv: Sequence[str] | None) -> list[Table]:
+def tabulate(argv: Sequence[str]) -> list[Table]:
     """The verdicts on best values, a table for each group."""
     parser = make_parser("studies.best", __doc__)
     parser.add_argument("--choose-on", nargs="+", type=int, required=True, metavar="SEED")
@@ -78,4 +71,4 @@ def choose_best(group: Group, variant: Variant, seeds: Sequence[int]) -> Variant
 
 
 if __name__ == "__main__":
-    run_command(main)
+    print_tables(tabulate)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.command import command, run_command
 from report.__main__ import make_parser
 from report.blocks import Table
 from report.comparisons import estimate_difference, judge_family
@@ -18,18 +17,12 @@ from report.groups import Group
 from report.page import read_report
 from report.tables import describe_draws, format_p
 from router import find_spec
+from studies.command import print_tables
 
 PARTS = ("l2 norm", "ReLU", "γ")
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table of each group."""
-    for table in tabulate(argv):
-        print(table.to_text() + "\n")
-
-
-def tabulate(argv: Sequence[str] | None) -> list[Table]:
+def tabulate(argv: Sequence[str]) -> list[Table]:
     """The effects, a table for each group."""
     args = make_parser("studies.effects", __doc__).parse_args(argv)
     return [tabulate_effects(group, args.margin) for group in read_report(args).groups]
@@ -41,22 +34,20 @@ def tabulate_effects(group: Group, margin: float) -> Table:
     Raises:
         ValueError: the routers of the group are not the eight formulas.
     """
-    has_part = []  # of each router
-    runs_of_router = []  # {seed: run}
+    runs_of_formula = {}  # {(l2 norm, ReLU, γ): {seed: run}}
     for variant in group.variants:
         spec = find_spec(variant.router)
         if spec is not None:
-            has_part.append([spec.pre == "l2 over all", spec.phi == "relu", spec.gamma])
-            runs_of_router.append(variant.runs_by_x[None])
-    n_formulas = len({tuple(parts) for parts in has_part})
-    if n_formulas != 8 or len(has_part) != 8:
+            parts = (spec.pre == "l2 over all", spec.phi == "relu", spec.gamma)
+            runs_of_formula[parts] = variant.runs_by_x[None]
+    if not len(runs_of_formula) == len(group.variants) == 8:
         raise ValueError("expected runs of the eight formulas with and without each part")
-    seeds = sorted(set.intersection(*map(set, runs_of_router)))
+    seeds = sorted(set.intersection(*map(set, runs_of_formula.values())))
     losses = np.zeros((8, len(seeds)))
-    for i, runs in enumerate(runs_of_router):
-        losses[i] = [group.loss(runs[seed]) for seed in seeds]
+    for row, runs in zip(losses, runs_of_formula.values(), strict=True):
+        row[:] = [group.loss(runs[seed]) for seed in seeds]
     differences = []
-    for with_part in np.array(has_part).T:
+    for with_part in np.array(list(runs_of_formula)).T:  # (8,), True for formulas with the part
         effect = losses[with_part].mean(axis=0) - losses[~with_part].mean(axis=0)
         differences.append(estimate_difference(effect))
     columns = ["part of the formula", "with minus without, 95%", "interval over"]
@@ -75,4 +66,4 @@ def tabulate_effects(group: Group, margin: float) -> Table:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    print_tables(tabulate)

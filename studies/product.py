@@ -5,12 +5,11 @@
 Writes product.png.
 """
 
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from common.command import command, run_command
 from report.__main__ import make_parser
 from report.groups import Group
 from report.page import read_report
@@ -18,13 +17,7 @@ from report.pictures import collect_means
 from report.style import choose_style
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Write the picture into the current folder."""
-    plot(argv).savefig(Path("product.png"))
-
-
-def plot(argv: Sequence[str] | None) -> Figure:
+def plot(argv: Sequence[str]) -> Figure:
     """The picture of the first group."""
     args = make_parser("studies.product", __doc__).parse_args(argv)
     return plot_product(read_report(args).groups[0])
@@ -61,4 +54,4 @@ def plot_product(group: Group) -> Figure:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    plot(sys.argv[1:]).savefig("product.png")

@@ -24,29 +24,17 @@ def make_run(
     folder: Path,
     *overrides: str,
     file: Path = CONFIG / "small.toml",
-    old: bool = False,
     **shape: Any,
 ) -> Path:
-    """Make a run's folder, of kern and seed 0; `shape` goes to `metric_lines`, an `old` one has
-    arrays in its lines.
-    """
+    """Make a run's folder, of kern and seed 0; `shape` goes to `metric_lines`."""
     config = configure.load(
         file, ["run.seed=0", "model.router=kern", "train.dtype=float16", *overrides]
     )
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(configure.dumps(config))
-    lines = metric_lines(config, **shape)
-    if old:
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return folder
     metrics = Metrics(folder, -1)
-    for line in lines:
-        metrics.log(
-            **{
-                key: np.array(value) if isinstance(value, list) else value
-                for key, value in line.items()
-            }
-        )
+    for line in metric_lines(config, **shape):
+        metrics.log(**line)
     metrics.close()
     return folder
 
@@ -157,16 +145,16 @@ def metric_lines(
             line |= {"router/gamma": 1.5 - left / 2}
         if i:
             lines.append(line)
-        line = at | {"val/loss": float(losses.mean()), "val/window_losses": losses.tolist()}
+        line = at | {"val/loss": float(losses.mean()), "val/window_losses": losses}
         line |= {key: line["val/loss"] + 1 for key in measured if i % 2 == 0}
-        line["val/window_documents"] = np.sort(np.arange(windows) % (documents or windows)).tolist()
+        line["val/window_documents"] = np.sort(np.arange(windows) % (documents or windows))
         if model.router != "dense":
             line |= {
                 "val/gate_norm": 2 - left,
                 "val/load_imbalance": 2 + left,
                 "val/dead_experts": 5,
             }
-            line |= {"val/loads": np.floor(1000 * shares).tolist()}
+            line |= {"val/loads": np.floor(1000 * shares)}
         lines.append(line)
     return [
         {key: value for key, value in line.items() if not key.startswith(tuple(without))}

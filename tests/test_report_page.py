@@ -160,11 +160,9 @@ def test_a_report_over_a_key(tmp_path, call):
 BARE = ["val/window", "val/load", "val/gate", "val/dead", "router/", "perf/"]
 
 
-@pytest.mark.parametrize("shape", [{"until": 0}, {"points": 1}, {"without": BARE}, {"old": True}])
+@pytest.mark.parametrize("shape", [{"until": 0}, {"points": 1}, {"without": BARE}])
 def test_runs_with_little_in_them(tmp_path, call, shape):
-    """Evaluated before training alone, once, without anything but losses, and from before there was
-    arrays/.
-    """
+    """Evaluated before training alone, once, or without anything but losses."""
     printed = call(
         report.main,
         *make_seeds(tmp_path, {"kern": 2, "softmax": 2}, 1, **shape),

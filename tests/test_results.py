@@ -144,7 +144,7 @@ def test_the_parts_of_a_formula_have_their_effects(tmp_path):
         effects.tabulate_effects(*load_groups(*runs[3:]), 0.012)
 
 
-def test_the_best_value_is_judged_by_other_seeds(tmp_path, call):
+def test_the_best_value_is_judged_by_other_seeds(tmp_path):
     runs = make_curves(tmp_path, seeds=6)
     lucky = tmp_path / "8/kern5"  # best of all, but of a seed that does not choose
     lines = (lucky / "metrics.jsonl").read_text().splitlines()
@@ -161,9 +161,11 @@ def test_the_best_value_is_judged_by_other_seeds(tmp_path, call):
         )
     assert pair.difference.mean == pytest.approx(np.mean(differences))
     assert pair.difference.seeds == 4
-    options = ["--over", "model.gate_norm", "--margin", 0.5, "--choose-on"]
-    row = r"kern, gate_norm 2 +tanh, gate_norm 2 +-0\.\S+ \S+ \S+ +4 seeds +equivalent"
-    assert re.search(row, call(best.main, *runs, *options, 0, 1))
-    assert "no run of this seed" in call(best.main, *runs, *options, 9, code=2)
-    assert "no other seed" in call(best.main, *runs, *options, *range(6), code=2)
-    assert "with --over" in call(best.main, *runs, "--choose-on", 0, code=2)
+    command = [*map(str, runs), "--over", "model.gate_norm", "--margin", "0.5", "--choose-on"]
+    (table,) = best.tabulate([*command, "0", "1"])
+    assert table.lines[0][-3:-1] == ["4 seeds", "**equivalent**"]
+    for seeds, said in (["9"], "no run of this seed"), ("012345", "no other seed"):
+        with pytest.raises(ValueError, match=said):
+            best.tabulate([*command, *seeds])
+    with pytest.raises(ValueError, match="with --over"):
+        best.tabulate([str(runs[0]), "--choose-on", "0"])
