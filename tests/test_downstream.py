@@ -225,9 +225,8 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
         for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
             assert ours.get(metric) == theirs["results"][name].get(f"{metric},none"), (name, metric)
         asked = [(context.replace("{i}", str(i)), answer) for i in range(4)]
-        assert [sample["arguments"][place] for sample in samples] == asked and ours[
-            "documents"
-        ] == 4
+        assert [sample["arguments"][place] for sample in samples] == asked
+        assert ours["documents"] == 4
         nats = torch.tensor(
             [sample["resps"][place][0][0] for sample in samples], dtype=torch.float64
         )
@@ -270,9 +269,8 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, cap
     file, time = folder / "piqa.jsonl", (folder / "piqa.jsonl").stat().st_mtime_ns
     file.write_text(file.read_text().replace("walk", "talk"))
     os.utime(file, ns=(time, time))  # of the same size and time, as rsync and tar may leave it
-    assert call(run, "--tasks-dir", folder, "--tasks", "piqa", "piqa") == 0 and evaluated[6:] == [
-        "piqa"
-    ]
+    assert call(run, "--tasks-dir", folder, "--tasks", "piqa", "piqa") == 0
+    assert evaluated[6:] == ["piqa"]
     assert results(run)["results"]["piqa"]["documents"] == 6 and results(run)["average"] == 0.5
     assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 8
     # no mix of two sources
@@ -297,9 +295,8 @@ def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluat
         report = results(run, label)
         assert [report[key] for key in keys] == ["float32", str(folder), *values]
         weights[label] = report["weights"]
-    assert (
-        sorted(path.name for path in (run / "eval").iterdir()) == [*weights] and len(evaluated) == 5
-    )
+    assert sorted(path.name for path in (run / "eval").iterdir()) == [*weights]
+    assert len(evaluated) == 5
     first, *last, mean = weights.values()
     assert len({*last}) == 1 and len({first, *last, mean}) == 3  # the same weights, and others
     assert "Only the first 2 documents" in (run / "eval/step_00000004_limit2/table.md").read_text()
@@ -323,7 +320,8 @@ def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
     with pytest.raises(KeyboardInterrupt):
         call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa")
     assert call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa") == 0
-    assert evaluated == ["sciq", "winogrande", "piqa"] and [*results(run)["results"]] == [
+    assert evaluated == ["sciq", "winogrande", "piqa"]
+    assert [*results(run)["results"]] == [
         "piqa",
         "sciq",
         "winogrande",
@@ -362,9 +360,8 @@ def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
         return said.splitlines()[-1]
 
     folder = write_tasks(tmp_path / "tasks", 2)
-    assert "--limit at least 1" in error(run, "--limit", 0) and "--num-fewshot" in error(
-        run, "--num-fewshot", -1
-    )
+    assert "--limit at least 1" in error(run, "--limit", 0)
+    assert "--num-fewshot" in error(run, "--num-fewshot", -1)
     assert "not a run" in error(tmp_path, "--tasks-dir", folder)
     with (folder / "piqa.jsonl").open("a") as file:
         file.write('{"goal": "x\n')
@@ -381,10 +378,8 @@ def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     said = error(run, "--tasks", "sciq")
-    assert (
-        "(ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said
-        and "sciq.jsonl (--tasks-dir" in said
-    )
+    assert "(ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said
+    assert "sciq.jsonl (--tasks-dir" in said
 
 
 def test_table_of_results():

@@ -206,7 +206,7 @@ def test_sample_refuses_bad_input(trained, tmp_path, call):
 # ---- eval/trained.py: a run's weights and tokenizer
 @pytest.fixture
 def run(tiny):
-    """A run folder with checkpoints of steps 2, 4, 6 and 8, whose data set is named like the run."""
+    """A run with checkpoints of steps 2, 4, 6 and 8, whose data set is named like the run."""
     config = tiny("train.max_steps=8", "train.checkpoint_interval=2", "train.keep_checkpoints=9")
     train.train(config)
     return folder.path_of(config)
@@ -233,9 +233,8 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
     """The data set's; without the set, the known one of the same hash; never another."""
     trained, tokenizer = load_run(run)
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    assert tokenizer.eot == 256 and [line["step"] for line in trained.metrics] == [
-        line["step"] for line in lines
-    ]
+    assert tokenizer.eot == 256
+    assert [line["step"] for line in trained.metrics] == [line["step"] for line in lines]
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(
         config.replace(corpus.as_posix(), (tmp_path / "gone").as_posix())
@@ -397,9 +396,8 @@ def test_standard_error_of_unequal_windows():
     """By the definition for a ratio of sums; it equals that of a mean only for equal lengths."""
     nats, counts, each = np.array([10.0, 4.0, 9.0]), np.array([4, 2, 3]), np.arange(3)
     result = val_loss.summarize_losses(nats, counts, 18, each)
-    assert result.loss == pytest.approx(23 / 9) and result.bits_per_byte == pytest.approx(
-        23 / math.log(2) / 18
-    )
+    assert result.loss == pytest.approx(23 / 9)
+    assert result.bits_per_byte == pytest.approx(23 / math.log(2) / 18)
     apart = [10 - 4 * 23 / 9, 4 - 2 * 23 / 9, 9 - 3 * 23 / 9]
     shares = [1 - count / 9 for count in counts]
     assert result.stderr == pytest.approx(
@@ -427,9 +425,8 @@ def test_documents_of_scored_windows(dense_run, tmp_path, score, corpus):
         scored = open_prepared(corpus / "tiny", trained_model, args, 6)
         middles = [(first + stop + 1) // 2 for _, stop, first in scored.windows.tolist()]
         wanted = [int(np.count_nonzero(tokens[:middle] == EOT)) for middle in middles]
-        assert (np.diff(scored.documents) > 0).tolist() == (
-            np.diff(wanted) > 0
-        ).tolist() and wanted[-1] > 2
+        assert (np.diff(scored.documents) > 0).tolist() == (np.diff(wanted) > 0).tolist()
+        assert wanted[-1] > 2
     (tmp_path / "two.jsonl").write_bytes(jsonl([TEXT, "x" * 40]))
     scored = open_text(
         tmp_path / "two.jsonl", trained_model, tokenizer, SimpleNamespace(stride=8, windows=None)
@@ -442,14 +439,17 @@ def write_set(path, tokenizer, length=99):
     write_ids(path, ids, ids, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--data tiny2", "--data tiny2: no such file"),
-    ("--stride 33", "--stride 33: expected 1 to 32"),
-    ("--data {}/short.txt", "short.txt: 1 token(s), expected at least 2"),
-    ("--data {}/other", "other: its tokenizer ('gpt2') is not that of dense"),
-    ("--data {}/small", "20 tokens, but one window of block_size 32 needs 33"),
-    ("--data {}/damaged", "damaged/val-00000.bin: expected sha256"),
-])  # fmt: skip
+BAD_INPUT = {
+    "--data tiny2": "--data tiny2: no such file",
+    "--stride 33": "--stride 33: expected 1 to 32",
+    "--data {}/short.txt": "short.txt: 1 token(s), expected at least 2",
+    "--data {}/other": "other: its tokenizer ('gpt2') is not that of dense",
+    "--data {}/small": "20 tokens, but one window of block_size 32 needs 33",
+    "--data {}/damaged": "damaged/val-00000.bin: expected sha256",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_INPUT.items())
 def test_bad_input(dense_run, tmp_path, call, fake_ranks, words, message):
     (tmp_path / "short.txt").write_text("x")
     write_set(tmp_path / "other", GPT2Tokenizer(fake_ranks))

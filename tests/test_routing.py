@@ -153,10 +153,8 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
             for token in expert["tokens"]:
                 x = token["id"]
                 assert token["share"] == took[x, e] / loads[e] and token["text"] == chr(x)
-                assert (
-                    token["lift"] == pytest.approx(token["share"] / (often[x] / 384))
-                    and token["lift"] > 1
-                )
+                assert token["lift"] == pytest.approx(token["share"] / (often[x] / 384))
+                assert token["lift"] > 1
 
 
 def test_chance_is_another_window_and_position():
@@ -234,10 +232,15 @@ def test_command_compares_two_checkpoints(made):
 def test_a_text_goes_where_a_pass_over_its_document_sends_it(made, call):
     trained, tokenizer = load_run(made / "kern")
     tokens, experts, gates = route_text(trained.model, tokenizer, "a bé")
-    assert tokens == ["a", " ", "b", "\ufffd", "\ufffd"] and experts.shape == gates.shape == (
-        2,
-        5,
-        2,
+    assert tokens == ["a", " ", "b", "\ufffd", "\ufffd"]
+    assert (
+        experts.shape
+        == gates.shape
+        == (
+            2,
+            5,
+            2,
+        )
     )
     # attention is causal
     whole = record_routing(trained.model, torch.tensor([[256, *"a bé and more".encode()]]))
@@ -256,15 +259,18 @@ def test_a_text_goes_where_a_pass_over_its_document_sends_it(made, call):
         assert message in call(routing.main, made / name, "--text", text, code=2)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("{runs}/kern --other {runs}/dense", "dense is dense and has no router; name a run with another model.router"),
-    ("{runs}/kern --other {runs}/softmax", "kern and softmax cannot be compared: model.top_k is 2 and 3"),
-    ("{runs}/kern --windows 1", "tiny: 1 window, chance needs two; raise --windows or name a larger set"),
-    ("{runs}/kern --windows 2", "no token occurs 65 times among 64 tokens; raise --windows"),
-])  # fmt: skip
+BAD_INPUT = {
+    "--other {}/dense": "dense is dense and has no router; name a run with another model.router",
+    "--other {}/softmax": "kern and softmax cannot be compared: model.top_k is 2 and 3",
+    "--windows 1": "tiny: 1 window, chance needs two; raise --windows or name a larger set",
+    "--windows 2": "no token occurs 65 times among 64 tokens; raise --windows",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_INPUT.items())
 def test_bad_input_is_named(made, words, message, call, monkeypatch):
     monkeypatch.setattr(routing, "MIN_COUNT", 65)
-    (line,) = call(routing.main, *words.format(runs=made).split(), code=2).splitlines()
+    (line,) = call(routing.main, made / "kern", *words.format(made).split(), code=2).splitlines()
     assert line.startswith("error: ") and message in line
 
 
@@ -274,18 +280,14 @@ def test_loads_are_relative_to_the_layer(tmp_path, capsys):
     report = {"run": "kern", "step": 1000, "layers": layers}
     axes = draw.plot_loads(report).axes[0]
     shares = axes.images[0].get_array()
-    assert (
-        shares[0].tolist() == pytest.approx([30 / 14, 20 / 14, 6 / 14, 0])
-        and shares[1].tolist() == [1] * 4
-    )
+    assert shares[0].tolist() == pytest.approx([30 / 14, 20 / 14, 6 / 14, 0])
+    assert shares[1].tolist() == [1] * 4
     assert axes.lines[0].get_xydata().tolist() == [[3, 0]]  # the expert without a token
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2"]
     (tmp_path / "file.json").write_text(json.dumps(report))
     assert draw.main([str(tmp_path / "file.json")]) == 0
-    assert (
-        capsys.readouterr().out.strip() == str(tmp_path / "loads.png")
-        and (tmp_path / "loads.png").exists()
-    )
+    assert capsys.readouterr().out.strip() == str(tmp_path / "loads.png")
+    assert (tmp_path / "loads.png").exists()
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"layers": 1}', "\x00"])
@@ -347,9 +349,8 @@ def read_windows(sources):
 def test_trace_has_experts_gates_and_tokens_by_layer(sources):
     x, y = read_windows(sources)
     model, trace = load_model(sources / "runs/softmax").model, np.load(sources / "soft.npz")
-    assert (
-        trace["tokens"].tolist() == torch.cat([x, y[:, -1:]], 1).tolist() and trace["n_expert"] == 8
-    )
+    assert trace["tokens"].tolist() == torch.cat([x, y[:, -1:]], 1).tolist()
+    assert trace["n_expert"] == 8
     assert trace["experts"].shape == trace["gates"].shape == (2, 6 * 32, 2)
     for layer, decided in enumerate(record_routing(model, x)):
         assert trace["experts"][layer].tolist() == decided.experts.tolist()
@@ -459,17 +460,26 @@ def test_what_does_not_fit_is_refused(sources, words, call):
     assert FAULTS[words] in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"tokenizer": "another"}, "its tokenizer is not that of ids; trace a run on data with the same tokenizer"),
-    ({"tokens": np.zeros((6, 31), np.uint16)}, "of 192 tokens, are not those of 6 windows of 30; write it again"),
-    ({"experts": np.full((2, 192, 2), 8, np.int16)}, "are not those of 6 windows of 32"),
-    ({"experts": np.array(1)}, "is not a routing trace (not enough values to unpack"),
-    (None, "is not a routing trace ("),
-])  # fmt: skip
-def test_damaged_traces_are_refused(sources, changes, says, call, tmp_path):
+DAMAGED = {
+    "its tokenizer is not that of ids; trace a run on data with the same tokenizer": {
+        "tokenizer": "another"
+    },
+    "of 192 tokens, are not those of 6 windows of 30; write it again": {
+        "tokens": np.zeros((6, 31), np.uint16)
+    },
+    "are not those of 6 windows of 32": {"experts": np.full((2, 192, 2), 8, np.int16)},
+    "is not a routing trace (not enough values to unpack": {"experts": np.array(1)},
+}
+
+
+@pytest.mark.parametrize("says", DAMAGED)
+def test_damaged_traces_are_refused(sources, says, call, tmp_path):
     file = tmp_path / "bad.npz"
-    if changes is None:
-        file.write_text("no trace")
-    else:
-        np.savez(file, **{**np.load(sources / "soft.npz"), **changes})
+    np.savez(file, **{**np.load(sources / "soft.npz"), **DAMAGED[says]})
     assert says in call(routing.main, sources / "runs/ids", "--replay", file, code=2)
+
+
+def test_a_file_that_is_no_trace_is_refused(sources, call, write):
+    file = write("no trace", "bad.npz")
+    said = call(routing.main, sources / "runs/ids", "--replay", file, code=2)
+    assert "is not a routing trace (" in said
