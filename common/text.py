@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 Cells = Sequence[str]  # a line of a table
+Table = tuple[list[str], list[list[str]]]  # head and rows
 
 
 def text_table(head: Cells, rows: Sequence[Cells], left: int = 1) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from common.command import build_parser, command, run_command
 from common.files import write_atomic
-from common.text import markdown_table
+from common.text import Table, markdown_table
 from configure import Config
 from data.bins import sha256_of
 from eval.scoring import Scorer, scoring_dtype
@@ -150,9 +150,7 @@ def find_paper_accuracies(config: Config) -> dict[str, str]:
     return accuracies
 
 
-def tabulate_results(
-    results: dict[str, TaskMetrics], config: Config
-) -> tuple[list[str], list[list[str]]]:
+def tabulate_results(results: dict[str, TaskMetrics], config: Config) -> Table:
     """Make head and rows: scores with standard errors, chance, the paper's accuracy.
 
     Other metrics of a task have rows below it.

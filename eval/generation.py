@@ -16,7 +16,7 @@ GREEDY = 1e-4
 
 
 class SamplingParams(NamedTuple):
-    """How a token is sampled. top_p is nucleus sampling (arXiv 1904.09751)."""
+    """Parameters of sampling a token. top_p is nucleus sampling (arXiv 1904.09751)."""
 
     temperature: float = 1.0  # 0: the most likely token
     top_k: int = 0  # keep the k most likely tokens; 0: all
@@ -111,7 +111,7 @@ def generate(
         idx = torch.cat([idx, new], dim=1)
 
 
-def begin_document(tokenizer: Tokenizer, text: str, block_size: int) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str, block_size: int) -> list[int]:
     """Encode a text after the end-of-text token, which starts a document.
 
     Raises ValueError if these ids exceed `block_size`.
@@ -137,10 +137,10 @@ def continue_prompts(
     """Continue prompts, each the start of a document, by at most `count` tokens.
 
     With `end` a text stops at its end-of-text token. Yields after each step the lists of all ids so
-    far, without end-of-text; they are the same lists each time. Raises as `begin_document`.
+    far, without end-of-text; they are the same lists each time. Raises as `encode_prompt`.
     """
     block = model.config.block_size
-    rows = [begin_document(tokenizer, prompt, block) for prompt in prompts]
+    rows = [encode_prompt(tokenizer, prompt, block) for prompt in prompts]
     texts = [row[1:] for row in rows]
     last = tokenizer.eot if end else None
     generator = torch.Generator(model.head.device).manual_seed(seed)
@@ -162,7 +162,7 @@ def generate_text(
     """Return a prompt, the start of a document, with its continuation by at most `tokens` tokens.
 
     At temperature 0 each token is the most likely one. Equal seeds give equal texts. Raises
-    ValueError as `begin_document` does.
+    ValueError as `encode_prompt` does.
     """
     ids = tokenizer.encode(prompt)
     params = SamplingParams(temperature)

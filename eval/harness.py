@@ -25,7 +25,7 @@ class Adapter(TemplateLM):
         self.scorer = scorer
         self.tokens = tokenizer
         self.max_length = scorer.config.block_size
-        # of a progress bar, on the first rank only
+        # label of the progress bar, which only the first rank shows
         self.progress = None if scorer.ranks.rank else "scored"
 
     @property
@@ -63,7 +63,7 @@ class Adapter(TemplateLM):
     ) -> list[float]:
         """Score whole texts, in disjoint windows."""
         pairs = []
-        counts = []  # of a text's windows
+        counts = []  # windows of each text
         for request in requests:
             ids = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)

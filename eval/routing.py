@@ -12,8 +12,8 @@ An earlier file there is replaced; `python -m scripts.draw FILE` draws the loads
 float32. A comparison needs requirements-report.txt.
 
 Co-activation, vocabulary specialization and router saturation follow OLMoE (arXiv 2409.02060,
-Sec. 5). Each has a chance level beside it, counted with expert choices shuffled across windows. The
-shuffle keeps how often each token and each expert occurs, and removes how they are related.
+Sec. 5). For its chance level each is measured again with expert choices shuffled across windows.
+The shuffle keeps how often each token and each expert occurs, and removes how they are related.
 
 Shapes: B windows of T tokens, N = B·T tokens, E experts, K chosen per token, U common tokens of the
 vocabulary, counted one by one.
@@ -36,11 +36,11 @@ from balance import entropy, expert_loads, token_distribution
 from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
 from common.progress import progress_bar
-from common.text import text_table
+from common.text import Table, text_table
 from configure.schema import select_model_keys
 from data.loader import Validation, choose_validation, windows
 from data.tokenizer import Tokenizer
-from eval.generation import begin_document
+from eval.generation import encode_prompt
 from eval.traces import read_trace, record_decisions, trace_windows, write_trace
 from eval.trained import (
     Trained,
@@ -122,8 +122,8 @@ class LayerReport:
     loads: list[int]  # (E,) tokens that chose each expert
     load_imbalance: float  # highest load over mean load
     dead_experts: int
-    load_entropy: float  # of the loads, nats
-    entropy: float  # of a token's normalised scores, nats, mean over tokens
+    load_entropy: float  # nats
+    entropy: float  # nats, of normalised scores, mean over tokens
     zero_gates: float  # share of gates that are exactly 0
     strongest_partner: float  # see `mean_strongest`
     strongest_partner_by_chance: float
@@ -172,11 +172,11 @@ def route_text(model: GPT, tokenizer: Tokenizer, text: str) -> tuple[list[str], 
     Raises:
         ValueError: the text is longer than block_size, or the model is dense.
     """
-    ids = begin_document(tokenizer, text, model.config.block_size)
+    ids = encode_prompt(tokenizer, text, model.config.block_size)
     decisions = record_routing(model, torch.tensor([ids], device=model.head.device))
     if not decisions:
         raise ValueError("a dense model has no router: load a run with another model.router")
-    # the first token starts the document and is not of the text
+    # without the first token, end-of-text
     experts = torch.stack([layer.experts[1:] for layer in decisions])
     gates = torch.stack([layer.weights[1:] for layer in decisions])
     return [tokenizer.decode([i]) for i in ids[1:]], experts.cpu(), gates.cpu()
@@ -207,9 +207,8 @@ def count_routing(
     row_of_token = torch.full((len(occurrences),), n_common)  # the last row is for rare tokens
     row_of_token[torch.from_numpy(ids)] = torch.arange(n_common)
 
-    layers = []
-    for _ in range(config.n_layer - config.n_dense_layer):
-        layers.append(LayerCounts(config.n_expert, n_common + 1, device))
+    n_layer = config.n_layer - config.n_dense_layer
+    layers = [LayerCounts(config.n_expert, n_common + 1, device) for _ in range(n_layer)]
     n_batches = max(1, min(len(text) // 2, text.size // BATCH_TOKENS))
     batches = np.array_split(text, n_batches)
     for batch in progress_bar(iterable=batches, desc="windows", leave=False):
@@ -381,9 +380,7 @@ def open_validation(trained: Trained, folders: Sequence[Path], count: int) -> Va
     """Choose the `count` windows that training would validate on, of one set or of the mixture."""
     config = trained.config
     sets = [open_set(trained, folder, "val") for folder in folders]
-    weights = [1.0]
-    if len(sets) > 1:
-        weights = list(config.data.sets.values())
+    weights = list(config.data.sets.values()) if len(sets) > 1 else [1.0]
     return choose_validation(sets, config.model.block_size, count, config.eval.spread, weights)
 
 
@@ -476,9 +473,7 @@ def print_tables(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{data}: {len(text)} window, chance needs two; raise --windows or name a larger set"
         )
-    other_model = None
-    if other:
-        other_model = other.model.to(device)
+    other_model = other.model.to(device) if other else None
     counts, ids, occurrences = count_routing(trained.model.to(device), other_model, text=text)
 
     model = trained.config.model
@@ -519,7 +514,7 @@ def print_tables(args: argparse.Namespace) -> None:
     )
 
 
-def tabulate_layers(layers: Sequence[LayerReport]) -> tuple[list[str], list[list[str]]]:
+def tabulate_layers(layers: Sequence[LayerReport]) -> Table:
     """Make head and rows of a table with a line per layer; docs/traces.md explains the columns."""
     rows = []
     for layer in layers:
@@ -537,9 +532,7 @@ def tabulate_layers(layers: Sequence[LayerReport]) -> tuple[list[str], list[list
     return list(rows[0]), [list(row.values()) for row in rows]
 
 
-def tabulate_text(
-    tokens: list[str], experts: Tensor, gates: Tensor
-) -> tuple[list[str], list[list[str]]]:
+def tabulate_text(tokens: list[str], experts: Tensor, gates: Tensor) -> Table:
     """Make head and rows of the table of what `route_text` returns."""
     rows = []
     for t, token in enumerate(tokens):
@@ -551,15 +544,13 @@ def tabulate_text(
     return ["token"] + ["expert (gate)"] * len(experts), rows
 
 
-def tabulate_agreement(agreement: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def tabulate_agreement(agreement: Sequence[dict[str, Any]]) -> Table:
     """Make head and rows of the table of how far two models agree, one line per layer."""
     rows = []
     for layer in agreement:
         matched = layer["matched"]
         chance = layer["matched_by_chance"]
-        beyond = "-"
-        if chance < 1:
-            beyond = f"{(matched - chance) / (1 - chance):.2f}"
+        beyond = f"{(matched - chance) / (1 - chance):.2f}" if chance < 1 else "-"
         same_number = format_share(layer["same_number"], layer["same_number_by_chance"])
         rows.append([f"{layer['layer']}", same_number, format_share(matched, chance), beyond])
     return ["layer", "same number", "matched", "beyond chance"], rows

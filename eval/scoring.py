@@ -84,7 +84,7 @@ class Scorer:
                 their part.
         """
         pieces = []
-        counts = []  # of a pair's pieces
+        counts = []  # pieces of each pair
         for context, continuation in pairs:
             parts = split_continuation(context, continuation, self.config.block_size)
             pieces += parts
@@ -100,9 +100,7 @@ class Scorer:
     def _score_pieces(self, pairs: Sequence[Pair], progress: str | None) -> list[Score]:
         """Score pairs whose continuations fit into the block."""
         longest = self.config.block_size + 1
-        lengths = []
-        for context, continuation in pairs:
-            lengths.append(min(len(context) + len(continuation), longest))
+        lengths = [min(len(context) + len(answer), longest) for context, answer in pairs]
         all_batches = list(batch_by_length(lengths, self.tokens))
         batches = all_batches[self.ranks.rank :: self.ranks.world_size]
         count = sum(len(batch) for batch in batches)
@@ -126,10 +124,11 @@ class Scorer:
         """Score pairs in one pass, padded on the right."""
         longest = self.config.block_size + 1
         rows = []
+        counts = []
         for context, continuation in pairs:
             tokens = [*context, *continuation]
             rows.append(torch.tensor(tokens[-longest:]))
-        counts = [len(continuation) for _, continuation in pairs]
+            counts.append(len(continuation))
         ids = pad_sequence(rows, batch_first=True)  # (B, T + 1)
         is_scored = torch.zeros_like(ids[:, 1:], dtype=torch.bool)  # (B, T)
         for mask, row, count in zip(is_scored, rows, counts, strict=True):

@@ -232,7 +232,7 @@ def answer_bits(task: Any, doc: dict, loglikelihoods: list[float]) -> float | No
         choices = task.doc_to_choice(doc)
         answers = [f"{task.config.target_delimiter}{choice}" for choice in choices]
         right = target
-        if task.multiple_input:  # the choices are contexts of one answer; the text names the right
+        if task.multiple_input:  # choices are contexts of one answer; doc_to_text names the right
             answers = [f"{task.config.target_delimiter}{target}"] * len(choices)
             right = task.doc_to_text(doc)
         if isinstance(right, int | str):

@@ -32,7 +32,7 @@ class Trained(NamedTuple):
     config: configure.Config
     step: int
     average: int  # number of checkpoints averaged, the last one at `step`; 1: no averaging
-    metadata: dict[str, Any]  # of the checkpoint: sha256 of data and tokenizer, the wandb id
+    metadata: dict[str, Any]  # in the checkpoint: sha256 of data and tokenizer, the wandb id
     folder: Path  # runs/<name>
     ema: bool = False  # True if the weights are the running mean (train.ema_decay)
 

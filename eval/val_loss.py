@@ -93,9 +93,8 @@ def open_own(trained: Trained, args: argparse.Namespace) -> list[Corpus]:
     weights = list(config.data.sets.values())
     count = config.eval.windows
     shares = split_windows(count, weights, [count] * len(folders))
-    corpora = []
-    for folder, share in zip(folders, shares, strict=True):
-        corpora.append(open_prepared(folder, trained, args, share))
+    parts = zip(folders, shares, strict=True)
+    corpora = [open_prepared(folder, trained, args, share) for folder, share in parts]
     hashes = identify([read_meta(folder) for folder in folders], weights)
     if not hashes.items() <= trained.metadata.items():
         names = ", ".join(corpus.name for corpus in corpora)
@@ -234,7 +233,9 @@ def score_corpus(scorer: Scorer, corpus: Corpus, lengths: np.ndarray) -> Result:
 def summarize_losses(
     nats: np.ndarray, counts: np.ndarray, size: int, documents: np.ndarray
 ) -> Result:
-    """Compute the loss over all windows and its standard error, that of a ratio of sums.
+    """Compute the loss over all windows and its standard error.
+
+    The loss is a ratio of two sums over documents: nats over tokens.
 
     Args:
         nats: (W,) total loss of each window.
@@ -328,7 +329,8 @@ def print_results(
         title += f", {trained.mean}"
     windows = f"stride {args.stride}" if args.stride else "no overlap"
     print(f"{title}; {windows}")
-    print(text_table(HEAD, list(map(format_row, corpora, results))))
+    rows = [format_row(corpus, result) for corpus, result in zip(corpora, results, strict=True)]
+    print(text_table(HEAD, rows))
     if not args.data and len(corpora) > 1:
         losses = [result.loss for result in results]
         weighted = np.dot(list(trained.config.data.sets.values()), losses)

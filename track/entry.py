@@ -268,7 +268,7 @@ def time_steps(protocol: Protocol, record: Record, rounds: int = TIMED_ROUNDS) -
     command = [sys.executable, "-m", "tools.bench", "step", protocol.file]
     command += [f"--model.router={name}" for name in (protocol.reference, record["router"])]
     hash_layers = options_of(record).get("model.n_hash_layer")
-    if hash_layers:  # the reference has none
+    if hash_layers:  # only of the entry
         command += ["--model.n_hash_layer=0", f"--model.n_hash_layer={hash_layers}"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "step.json")
@@ -280,8 +280,8 @@ def time_steps(protocol: Protocol, record: Record, rounds: int = TIMED_ROUNDS) -
                 f"{done.stdout[-300:]}{done.stderr}"
             )
         rows = json.loads(file.read_text())["rows"]
-    # With hash layers there are four combinations: the first is the reference without, the last
-    # the entry with.
+    # With hash layers the bench times four combinations: the first is the reference without them,
+    # the last the entry with them.
     return {"reference": round(rows[0]["ms"], 3), "entry": round(rows[-1]["ms"], 3)}
 
 

@@ -14,13 +14,11 @@ from data.bins import sha256_of
 REPO_ROOT = Path(__file__).parents[1]
 RECORDS = REPO_ROOT / "track/records"
 DRAFT_DRAWS = 4
-# keys that an entry may set beside its router
+# keys that an entry may set besides its router
 OPTIONS = select_keys("track_option")
-# drawn keys, as the table has them
+# {drawn key: its name in the table}
 BALANCE = {key: schema["track_balance"] for key, schema in KEYS.items() if schema["track_balance"]}
-
-
-# by thirds of a uniform draw
+# one for each third of a uniform draw; the order decides the settings of all records
 BALANCE_METHODS = (None, "balance_loss_coef", "bias_update_rate")
 
 
@@ -44,7 +42,7 @@ class Protocol(Section):
 
     file: str  # config file of the runs
     runs: Path  # folder of the runs
-    fixed_sha256: str  # of everything in the config file
+    fixed_sha256: str  # digest of the whole config file
     version: int
     reference: str
     second: str
@@ -98,7 +96,7 @@ class Protocol(Section):
                 drawn[f"optim.{key}"] = self._scale(key, uniform())
             gate_norm = self._scale("gate_norm", uniform())
             if uniform() < self.draws["own_gate_norm"]:
-                gate_norm = 0.0  # the router's own
+                gate_norm = 0.0  # keeps the norm that the router has by itself
             drawn["model.gate_norm"] = gate_norm
             method = BALANCE_METHODS[int(3 * uniform())]
             strength = uniform()  # drawn for every method, so that later draws do not move

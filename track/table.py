@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.files import write_atomic
-from common.text import markdown_table
+from common.text import Table, markdown_table
 from report.comparisons import Difference, estimate_difference, judge_family
 from report.style import choose_style
 from track.protocol import BALANCE, REPO_ROOT, Protocol
@@ -147,7 +147,7 @@ def effective_speedup(
     return texts
 
 
-def build_verdicts(protocol: Protocol, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def build_verdicts(protocol: Protocol, rows: Sequence[Row]) -> Table:
     """Build head and cells of the columns that are on both pages."""
     cells = []
     for row in rows:
