@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.progress import progress_bar
 from common.text import plural
+from configure import Config
 from kernels import choose_backend, find_triton_problem
 from model import count_parameters, flops_per_token
 from runtime import RunError, distributed, memory
@@ -243,7 +244,7 @@ def describe_run(plan: Plan, ranks: Ranks, step: int, total: int, active: int) -
         summary += f" of {plan.branch.trunk}"
     capacity = distributed.memory_bytes(plan.device)
     lines = [summary, f"memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}"]
-    lines += describe_kernels(plan)
+    lines += describe_kernels(config, plan.device, plan.dtype)
     if plan.device.type == "cpu" and plan.dtype == torch.float16:
         lines.append(
             "warning: float16 on a CPU takes 8 to 30 times as long as float32 (--train.dtype=auto)"
@@ -268,20 +269,19 @@ def describe_devices(device: torch.device, ranks: Ranks) -> str:
     return str(device)
 
 
-def describe_kernels(plan: Plan) -> list[str]:
+def describe_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> list[str]:
     """Lines on the kernels that run on a GPU; none on a CPU, which has no choice."""
-    if plan.device.type != "cuda":
+    if device.type != "cuda":
         return []
-    config = plan.config
-    backend = choose_backend(config.model.backend, plan.device, plan.dtype)
+    backend = choose_backend(config.model.backend, device, dtype)
     experts = f"experts by {backend}"
     if backend == "torch":
-        problem = find_triton_problem(plan.device, plan.dtype)
+        problem = find_triton_problem(device, dtype)
         if problem:
             experts += f", since triton {problem}"
     lines = [experts]
-    if plan.document_token is None:
-        kernel = distributed.name_attention_kernel(config.model, plan.device, plan.dtype)
+    if not config.data.document_mask:
+        attention = distributed.name_attention_kernel(config.model, device, dtype)
         deterministic = ", deterministic" if config.train.deterministic else ""
-        lines.append(f"attention by {kernel}{deterministic}")
+        lines.append(f"attention by {attention}{deterministic}")
     return lines

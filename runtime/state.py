@@ -13,11 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from balance import MARGIN_BINS, solve_selection_bias, update_selection_bias
+from configure import Config
 from configure.schema import Train
 from model import GPT, MoE, Output
 from runtime import RunError, checkpoint, distributed
 from runtime.batches import RankBatches
+from runtime.branch import Branch
 from runtime.distributed import Ranks
+from runtime.folder import RunFolder
 from runtime.graph import StepGraph, can_capture
 from runtime.optimizers import Optimizers, build_optimizer, choose_copy_dtype, measure_signal
 from runtime.parallel import (
@@ -28,7 +31,7 @@ from runtime.parallel import (
     try_compiling,
     warm_up_ddp_buckets,
 )
-from runtime.preflight import Plan
+from runtime.preflight import InitialWeights, Plan
 from runtime.statistics import Statistics, join
 from runtime.updates import Updates
 
@@ -223,56 +226,54 @@ class Start(NamedTuple):
     metadata: dict[str, Any]
 
 
-def find_start(plan: Plan, ranks: Ranks) -> Start:
-    """Find the newest intact checkpoint, or the trunk's of a branch.
+def find_start(
+    run: RunFolder, branch: Branch | None, identity: dict[str, str], ranks: Ranks
+) -> Start:
+    """Find the newest intact checkpoint of `run`, or the trunk's of `branch`.
 
     Raises:
-        RunError: all checkpoints are damaged, or the newest is of other data.
+        RunError: all checkpoints are damaged, or the newest is not of the data with `identity`.
     """
-    checkpoints = plan.run.checkpoints
+    checkpoints = run.checkpoints
     step, metadata = checkpoint.latest(checkpoints, ranks)
-    if plan.branch and not step:
-        checkpoints = plan.branch.trunk.checkpoints
-        step = plan.branch.step
-        metadata = plan.branch.read_metadata(ranks)
+    if branch and not step:
+        checkpoints = branch.trunk.checkpoints
+        step = branch.step
+        metadata = branch.read_metadata(ranks)
     if step:
-        check_identity(plan, step, metadata)
+        for name, now in identity.items():
+            then = metadata.get(name, "unknown")
+            if then != now:
+                raise RunError(
+                    f"{run}: the {name} has changed since step {step}: sha256 {then} then, {now} "
+                    "now. Restore what the run started with (data.name, data.mix, data.dir), or "
+                    "start over in a new folder (--fresh)"
+                )
     return Start(checkpoints, step, metadata)
 
 
-def check_identity(plan: Plan, step: int, metadata: dict[str, Any]) -> None:
-    """Raise RunError if the checkpoint of `step` is of other data than the plan's."""
-    for name, now in plan.identity.items():
-        then = metadata.get(name, "unknown")
-        if then != now:
-            raise RunError(
-                f"{plan.run}: the {name} has changed since step {step}: sha256 {then} then, {now} "
-                "now. Restore what the run started with (data.name, data.mix, data.dir), or start "
-                "over in a new folder (--fresh)"
-            )
+def restore_threads(start: Start, device: torch.device) -> int:
+    """Set torch's threads to the recorded number, or choose it; returns the number."""
+    recorded = start.metadata.get("threads")
+    if start.step and recorded is None:  # a run from before threads were recorded
+        recorded = torch.get_num_threads()
+    return distributed.choose_threads(device, recorded)
 
 
-def build_metadata(plan: Plan, start: Start) -> dict[str, Any]:
-    """Set torch's threads, and return everything in a checkpoint besides tensors."""
-    recorded_threads = start.metadata.get("threads")
-    if start.step and recorded_threads is None:  # a run from before threads were recorded
-        recorded_threads = torch.get_num_threads()
-    threads = distributed.choose_threads(plan.device, recorded_threads)
-    metadata = start.metadata | plan.identity | {"threads": threads}
-    if plan.document_token is not None:
-        metadata["document_token"] = plan.document_token
-    return metadata
-
-
-def build_model(plan: Plan, ranks: Ranks) -> GPT:
+def build_model(
+    config: Config,
+    document_token: int | None,
+    initial_weights: InitialWeights | None,
+    ranks: Ranks,
+) -> GPT:
     """The model with its initial weights, equal on all ranks, on the CPU."""
-    torch.manual_seed(plan.config.run.seed)
-    model = GPT(plan.config.model)
-    model.document_token = plan.document_token
+    torch.manual_seed(config.run.seed)
+    model = GPT(config.model)
+    model.document_token = document_token
     for block in model.blocks:
-        block.checkpointing = plan.config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
-    if plan.initial_weights:
-        plan.initial_weights.load_into(model, ranks)
+        block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
+    if initial_weights:
+        initial_weights.load_into(model, ranks)
     return model
 
 
@@ -286,9 +287,11 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
             model.
     """
     config, train = plan.config, plan.config.train
-    start = find_start(plan, ranks)
-    metadata = build_metadata(plan, start)
-    model = build_model(plan, ranks)
+    start = find_start(plan.run, plan.branch, plan.identity, ranks)
+    metadata = start.metadata | plan.identity | {"threads": restore_threads(start, plan.device)}
+    if plan.document_token is not None:
+        metadata["document_token"] = plan.document_token
+    model = build_model(config, plan.document_token, plan.initial_weights, ranks)
     mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoE)]
     selection_bias = SelectionBias(mixtures, train)
 

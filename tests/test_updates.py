@@ -42,21 +42,32 @@ def build_twins(optim):
     """
     torch.manual_seed(SEED)
     model = GPT(SMALL)
-    parameters = dict(model.named_parameters())
-    ratios = {
-        name: 0.25 if "w_out" in name else 0.5 if "router" in name else 1.0 for name in parameters
-    }
     spared = ("gamma", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight")
-    decays = {name: 0.0 if name.endswith(spared) else 0.3 for name in parameters}
-    assert {*ratios.values()} == {0.25, 0.5, 1.0} and {*decays.values()} == {0.0, 0.3}
-    exact = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
-    groups = [{"params": [p], "weight_decay": decays[name]} for name, p in exact.items()]
-    return (
-        model,
-        exact,
-        ratios,
-        torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-2, foreach=False),
-    )
+    exact, ratios, groups = {}, {}, []
+    for name, p in model.named_parameters():
+        exact[name] = p.detach().double().requires_grad_()
+        ratios[name] = 0.25 if "w_out" in name else 0.5 if "router" in name else 1.0
+        decay = 0.0 if name.endswith(spared) else 0.3
+        groups.append({"params": [exact[name]], "weight_decay": decay})
+    assert {*ratios.values()} == {0.25, 0.5, 1.0}
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
+    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-2, foreach=False)
+    return model, exact, ratios, adamw
+
+
+def step_twin(adamw, exact, ratios, gradients, lr, factor):
+    """A step of torch's AdamW in float64, with gradients times `factor`."""
+    for group, name in zip(adamw.param_groups, exact, strict=True):
+        group["lr"] = lr * ratios[name]
+        exact[name].grad = gradients[name].double() * factor
+    adamw.step()
+
+
+def assert_same_state(state, wanted, taken, limit, name):
+    """Moments and the number of steps; moments show a gradient's size."""
+    assert state["step"].item() == taken
+    for moment in ("exp_avg", "exp_avg_sq") if taken else ():
+        assert_near(state[moment], wanted[moment].float(), limit, f"{moment} of {name}")
 
 
 @pytest.mark.numerics
@@ -73,20 +84,15 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
     weights, always.
     """
     monkeypatch.setattr("runtime.updates.GROWTH_INTERVAL", 3)
-    optim = Optim(
-        router_lr_ratio=0.5,
-        expert_out_lr_ratio=0.25,
-        weight_decay=0.3,
-        beta1=0.8,
-        beta2=0.9,
-        eps=1e-2,
-    )
-    optim = optim.model_copy(update={"grad_clip": grad_clip})
+    rates = {"router_lr_ratio": 0.5, "expert_out_lr_ratio": 0.25, "weight_decay": 0.3}
+    optim = Optim(**rates, beta1=0.8, beta2=0.9, eps=1e-2, grad_clip=grad_clip)
     model, exact, ratios, adamw = build_twins(optim)
-    taken, healthy, scale = 0, 0, 65536.0 if scaled else 1.0
     mine = dict(model.named_parameters())
+    experts = [p for name, p in mine.items() if "experts" in name] if copied else []
     copy_dtype = copied and choose_copy_dtype("triton", torch.device("cpu"), copied)
-    updates = Updates(build_optimizer(model, optim, copy_dtype), Config(optim=optim), scaled)
+    optimizer = build_optimizer(model, optim, copy_dtype)
+    updates = Updates(optimizer, Config(optim=optim), scaled)
+    taken, healthy, scale = 0, 0, 65536.0 if scaled else 1.0
     generator = seeded(1)
     for step in range(16):
         gradients = {name: torch.randn(p.shape, generator=generator) for name, p in mine.items()}
@@ -94,50 +100,38 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
             gradients["wte.weight"][step % 5, 0] = (math.inf, math.nan)[step % 2]
         for name, p in mine.items():
             p.grad = gradients[name] * updates.scale
-        done = updates.step(step, 0.01 * (step + 1), torch.tensor(1.0, dtype=torch.float64))
+        lr = 0.01 * (step + 1)
+        done = updates.step(step, lr, torch.tensor(1.0, dtype=torch.float64))
         norm = torch.cat([gradient.double().flatten() for gradient in gradients.values()]).norm()
-        if norm.isfinite():
-            for group, name in zip(adamw.param_groups, exact, strict=True):
-                group["lr"] = 0.01 * (step + 1) * ratios[name]
-                exact[name].grad = gradients[name].double() * (
-                    min(1, grad_clip / (norm + 1e-6)) if grad_clip else 1
-                )
-            adamw.step()
-        taken, healthy = (taken + 1, healthy + 1) if norm.isfinite() else (taken, 0)
-        if scaled and not norm.isfinite():
-            scale /= 2
-        elif scaled and healthy == 3:
-            scale, healthy = 2 * scale, 0
+        is_finite = math.isfinite(norm)
         counters = updates.read()
-        assert done.item() == norm.isfinite().item() == math.isfinite(counters.grad_norm)
-        assert (counters.taken, counters.skipped, counters.scale) == (
-            taken,
-            step + 1 - taken,
-            scale,
-        )
-        if norm.isfinite():
-            assert_near(
-                torch.tensor(counters.grad_norm), norm, tolerance(torch.float32, 400), "norm"
-            )
+        assert done.item() == is_finite == math.isfinite(counters.grad_norm)
+        if is_finite:
+            taken, healthy = taken + 1, healthy + 1
+            factor = min(1, grad_clip / (norm + 1e-6)) if grad_clip else 1
+            step_twin(adamw, exact, ratios, gradients, lr, factor)
+            rounding = tolerance(torch.float32, 400)
+            assert_near(torch.tensor(counters.grad_norm), norm, rounding, "norm")
+            if scaled and healthy == 3:
+                scale, healthy = 2 * scale, 0
+        else:
+            healthy = 0
+            scale = scale / 2 if scaled else scale
+        assert (counters.taken, counters.skipped) == (taken, step + 1 - taken)
+        assert counters.scale == scale
         # Each step rounds a weight about five times, and the errors of all steps add up.
         limit = tolerance(torch.float32, 400, roundings=10 + 2 * step)
         for name, p in mine.items():
-            state, wanted = updates.optimizer.state[p], adamw.state[exact[name]]
-            assert state["step"].item() == taken
             assert_near(p, exact[name].float(), limit, name)
-            # which show a gradient's size
-            for moment in ("exp_avg", "exp_avg_sq") if taken else ():
-                assert_near(state[moment], wanted[moment].float(), limit, name)
-        copies, experts = (
-            updates.optimizer.valid_copies(),
-            [p for name, p in mine.items() if "experts" in name],
-        )
-        assert [*copies] == (experts if copied else [])
+            assert_same_state(optimizer.state[p], adamw.state[exact[name]], taken, limit, name)
+        copies = optimizer.valid_copies()
+        assert [*copies] == experts
         assert all(torch.equal(copy, p.to(copied)) for p, copy in copies.items())
     assert not scaled or scale != 65536
     with torch.no_grad():
-        experts[0].mul_(2)  # as loading a checkpoint changes weights
-    assert [*updates.optimizer.valid_copies()] == (experts[1:] if copied else [])
+        for p in experts[:1]:
+            p.mul_(2)  # as loading a checkpoint changes weights
+    assert [*optimizer.valid_copies()] == experts[1:]
 
 
 def test_run_with_copies_resumes_to_the_bit(tiny, monkeypatch):
