@@ -38,7 +38,8 @@ def softmax_moments(n_expert: int, top_k: int, tau: float) -> tuple[float, float
     t = np.exp(log_t)[:, None]  # (U, 1)
     decay = P[::4] * np.exp(-t * exp_logits)  # (U, n) density of z times e^(-t e^(τz))
     below = running_integral(decay, step)
-    above = running_integral(decay[:, ::-1], step)[:, ::-1]
+    reversed_decay = decay[:, ::-1]
+    above = running_integral(reversed_decay, step)[:, ::-1]
     total = below + above
     in_top_k = fewer(top_k, others, above / total, below / total)
     integrand = decay * total**others * in_top_k
@@ -84,10 +85,16 @@ def fewer(k: int, n: int, q: Array, complement: Array) -> Array:
         log_complement = np.log(complement)
     total = np.exp(n * log_complement)
     for j in range(1, k):
-        log_choices = math.lgamma(n + 1) - math.lgamma(j + 1) - math.lgamma(n - j + 1)
-        log_probability = log_choices + j * log_q + (n - j) * log_complement
+        log_probability = log_binomial(n, j) + j * log_q + (n - j) * log_complement
         total += np.exp(log_probability)
     return total
+
+
+def log_binomial(n: int, j: int) -> float:
+    """The logarithm of the number of ways to choose j of n."""
+    chosen = math.lgamma(j + 1)
+    others = math.lgamma(n - j + 1)
+    return math.lgamma(n + 1) - chosen - others
 
 
 def simpson(values: Array, h: float) -> Array:
@@ -105,8 +112,9 @@ def running_integral(values: Array, h: float) -> Array:
     The trapezoidal rule, corrected by the slopes at both ends (Euler-Maclaurin).
     """
     slopes = np.gradient(values, h, axis=1)
-    heights = (values[:, 1:] + values[:, :-1]) / 2
+    left = values[:, :-1]
+    right = values[:, 1:]
     areas = np.zeros_like(values)
-    areas[:, 1:] = np.cumsum(heights * h, axis=1)
+    areas[:, 1:] = np.cumsum((right + left) / 2 * h, axis=1)
     correction = h**2 / 12 * (slopes - slopes[:, :1])
     return (areas - correction).clip(0)

@@ -142,14 +142,14 @@ def split_position(text: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def validation_inputs(paths: Iterable[str], inputs: list[Input]) -> list[Input]:
+def validation_inputs(paths: Iterable[Path], inputs: list[Input]) -> list[Input]:
     """The files of --val-source.
 
     Raises DataError as `local_inputs` does, and if a file is among `inputs`.
     """
     train_paths = {os.path.realpath(file.url) for file in inputs}
     val_inputs = []
-    for file in local_inputs(map(Path, paths), "--val-source"):
+    for file in local_inputs(paths, "--val-source"):
         if os.path.realpath(file.url) in train_paths:
             raise DataError(f"{file.url} is in --source and in --val-source: take it out of one")
         val_inputs.append(file._replace(split="val"))

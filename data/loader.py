@@ -202,7 +202,8 @@ def choose_validation(
     """
     joined = JoinedTokens(parts, block_size)
     counts = split_windows(count, weights, np.diff(joined.starts).tolist())
-    windows, documents = [], []
+    windows = []
+    documents = []
     next_document = 0
     for part, first_window, part_count in zip(parts, joined.starts[:-1], counts, strict=True):
         indices = fixed_windows(part, block_size, part_count, spread)

@@ -13,7 +13,6 @@ The set is the same to the byte, with any number of kills and of workers.
 import argparse
 import errno
 import hashlib
-import os
 import re
 import shlex
 import sys
@@ -101,6 +100,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--source",
         nargs="+",
         default=[],
+        type=Path,
         metavar="PATH",
         help="read local files and folders instead of the hub",
     )
@@ -108,6 +108,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--val-source",
         nargs="+",
         default=[],
+        type=Path,
         metavar="PATH",
         help="validation files; all of --source is for training",
     )
@@ -192,13 +193,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def choose_name(corpus: str, sources: list[str]) -> str:
+def choose_name(corpus: str, sources: list[Path]) -> str:
     """The default name of a set: the corpus, or for own text its only file or folder.
 
     The file's name is used up to its first dot, if a set may be called that.
     """
     if corpus == "text" and len(sources) == 1:
-        name = Path(sources[0]).resolve().name.partition(".")[0]
+        name = sources[0].resolve().name.partition(".")[0]
         if re.fullmatch(NAME, name) and name not in SOURCES:
             return name
     return corpus
@@ -303,7 +304,7 @@ def _reads_hub(args: argparse.Namespace) -> bool:
 def _list_local_inputs(args: argparse.Namespace) -> list[Input]:
     if args.corpus == "stdlib":
         return stdlib_inputs(args.roots)
-    return local_inputs(map(Path, args.source))
+    return local_inputs(args.source)
 
 
 def _tokenize(
@@ -407,10 +408,10 @@ def _check_existing(folder: Path, provenance: dict, args: argparse.Namespace) ->
     now = provenance | {"config": args.config, "tokenizer": args.tokenizer}
     if args.revision:
         now["revision"] = args.revision
-    if not _reads_hub(args) and all(os.path.exists(path) for path in args.source):
+    if not _reads_hub(args) and all(path.exists() for path in args.source):
         now["inputs"] = hash_inputs(_list_local_inputs(args))
-    if args.val_source and all(os.path.exists(path) for path in args.val_source):
-        now["val_inputs"] = hash_inputs(local_inputs(map(Path, args.val_source)))
+    if args.val_source and all(path.exists() for path in args.val_source):
+        now["val_inputs"] = hash_inputs(local_inputs(args.val_source))
     recorded = {key: meta.source.get(key) for key in now}
     changes = describe_changes(recorded, now)
     if changes:
