@@ -93,11 +93,12 @@ def edit_meta(folder: Path, change) -> None:
 def corpus_texts(n: int = 40) -> list[str]:
     """Different texts of one to 200 lines, some blank, not all in ASCII."""
     rng = random.Random(0)
-    texts = [
-        "\n".join(f"{i}: naïve 🙂 {rng.random()}" for _ in range(rng.choice((1, 3, 200))))
-        for i in range(n)
-    ]
-    texts[3], texts[n // 2] = "", " \n"
+    texts = []
+    for i in range(n):
+        lines = rng.choice((1, 3, 200))
+        texts.append("\n".join(f"{i}: naïve 🙂 {rng.random()}" for _ in range(lines)))
+    texts[3] = ""
+    texts[n // 2] = " \n"
     return texts
 
 
@@ -111,15 +112,13 @@ def run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 1)
 
     def run(*args, code=0, main=prepare.main) -> str:
-        args = [*map(str, args), "--out", str(tmp_path / "out")]
+        args = [str(argument) for argument in args]
+        args += ["--out", str(tmp_path / "out")]
         if main is prepare.main:
-            defaults = {"--tokenizer": "bytes"} | ({"--name": "text"} if args[0] == "text" else {})
-            args += [
-                word
-                for option, value in defaults.items()
-                if option not in args
-                for word in (option, value)
-            ]
+            if "--tokenizer" not in args:
+                args += ["--tokenizer", "bytes"]
+            if args[0] == "text" and "--name" not in args:
+                args += ["--name", "text"]
         ended = main(args)
         printed = capsys.readouterr()
         assert ended == code and ("error: " in printed.err) == (code == 2), printed

@@ -33,16 +33,21 @@ def test_every_window_once_an_epoch_however_batches_are_sliced(
     read = Loader(counting(n_windows * block_size + 1), block_size, batch_size, seed)
     steps = -(-3 * n_windows // batch_size)
     edges = sorted({0, batch_size, *(min(cut, batch_size) for cut in cuts)})
-    x, y, indices = [], [], []
+    x = []
+    y = []
+    indices = []
     for step in range(steps):
         for start, stop in zip(edges, edges[1:], strict=False):
-            part = read.batch(step, start, stop - start)
-            x, y = x + part[0].tolist(), y + part[1].tolist()
+            inputs, targets = read.batch(step, start, stop - start)
+            x += inputs.tolist()
+            y += targets.tolist()
             indices += read.indices(step, start, stop - start).tolist()
         assert np.array_equal(read.batch(step)[0], x[step * batch_size :])
-    assert part[0].dtype == part[1].dtype == np.int64
-    assert x == [[window * block_size + t for t in range(block_size)] for window in indices]
-    assert y == [[token + 1 for token in row] for row in x]
+    assert inputs.dtype == targets.dtype == np.int64
+    for window, row, targets in zip(indices, x, y, strict=True):
+        first = window * block_size
+        assert row == list(range(first, first + block_size))
+        assert targets == list(range(first + 1, first + block_size + 1))
     for epoch in range(3):
         assert sorted(indices[epoch * n_windows : (epoch + 1) * n_windows]) == list(
             range(n_windows)
@@ -117,17 +122,15 @@ def test_validation_takes_no_more_of_a_document_than_it_needs(lengths, block_siz
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "CANDIDATES", size)
         chosen = fixed_windows(tokens, block_size, count)
-    documents, n = label_windows(tokens, block_size), (len(tokens) - 1) // block_size
-    assert (
-        len(chosen) == min(count, n)
-        and chosen.tolist() == sorted(set(chosen.tolist()))
-        and 0 <= chosen[0]
-    )
+    documents = label_windows(tokens, block_size)
+    n = (len(tokens) - 1) // block_size
+    assert len(chosen) == min(count, n)
+    assert chosen.tolist() == sorted(set(chosen.tolist())) and 0 <= chosen[0]
     size = min(n, max(len(chosen), size))
     sizes = Counter(documents[i * n // size] for i in range(size)).values()
-    least = next(
-        c for c in range(1, count + 1) if sum(min(c, size) for size in sizes) >= len(chosen)
-    )
+    least = 1
+    while sum(min(least, windows) for windows in sizes) < len(chosen):
+        least += 1
     if len(chosen) < size:
         assert (
             max(Counter(documents[window] for window in chosen).values()) == least

@@ -39,10 +39,13 @@ some_weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9)
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
     """A folder with three prepared sets of bytes, of different sizes."""
-    folder, choice = tmp_path_factory.mktemp("sets"), random.Random(1).choice
+    folder = tmp_path_factory.mktemp("sets")
+    choice = random.Random(1).choice
     for name, documents in {"arxiv": 20, "books": 30, "edu": 3}.items():
-        texts = [name + " ".join(choice(WORDS) for _ in range(60)) for _ in range(documents + 4)]
-        ids = [[*text.encode(), 256] for text in texts]
+        ids = []
+        for _ in range(documents + 4):
+            text = name + " ".join(choice(WORDS) for _ in range(60))
+            ids.append([*text.encode(), 256])
         write_ids(folder / name, sum(ids[4:], []), sum(ids[:4], []), name=name)
     return folder
 
@@ -96,12 +99,12 @@ def test_each_set_is_read_as_if_alone():
         tokens_from(10_000, 4 * 9 + 1),
         tokens_from(20_000, 4 * 800 + 3),
     ]
-    mixture, seen = Loader(parts, 4, 7, seed=3, weights=[5, 2, 3]), [[], [], []]
-    rows = np.concatenate(
-        [mixture.batch(step, *part)[0] for step in range(160) for part in ((0, 2), (2, 1), (3,))]
-    )
-    for row in rows:
-        seen[row[0] // 10_000].append(row)
+    mixture = Loader(parts, 4, 7, seed=3, weights=[5, 2, 3])
+    seen = [[], [], []]
+    for step in range(160):
+        for slice_ in ((0, 2), (2, 1), (3,)):
+            for row in mixture.batch(step, *slice_)[0]:
+                seen[row[0] // 10_000].append(row)
     for part, mine, weight in zip(parts, seen, [5, 2, 3], strict=True):
         alone = Loader(part, 4, len(mine), seed=3).batch(0)[0]
         assert abs(len(mine) - 1120 * weight / 10) < 1 and np.array_equal(mine, alone)
@@ -123,9 +126,10 @@ def test_validation_windows_are_those_of_each_set(sets):
     assert split_windows(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]
     assert split_windows(4, [0.98, 0.01, 0.01], [9] * 3) == [4, 1, 1]  # each has one
     parts = [open_tokens(sets / name, "val") for name in WEIGHTS]
-    chosen = choose_validation(parts, 32, 40, weights=[*WEIGHTS.values()])
+    chosen = choose_validation(parts, 32, 40, weights=list(WEIGHTS.values()))
     assert np.bincount(chosen.sets).tolist() == [12, 20, 8]
-    first, last = 0, -1
+    first = 0
+    last = -1
     for number, part in enumerate(parts):
         mine = chosen.sets == number
         alone = fixed_windows(part, 32, mine.sum())
@@ -135,7 +139,8 @@ def test_validation_windows_are_those_of_each_set(sets):
             np.array_equal(labels - labels[0], window_documents(part, 32, alone))
             and labels[0] > last
         )
-        first, last = first + (len(part) - 1) // 32, labels[-1]
+        first += (len(part) - 1) // 32
+        last = labels[-1]
     assert np.allclose(chosen.weights, 1)  # numbers of windows are as the weights here
     short = choose_validation(parts, 32, 40, weights=[0.1, 0.1, 0.8])
     sums = [short.weights[short.sets == number].sum() / len(short.sets) for number in range(3)]
@@ -148,7 +153,8 @@ def test_losses_are_those_of_each_set_and_their_mean(trained, call):
     losses = [last[f"val/{name}/loss"] for name in WEIGHTS]
     assert last["val/loss"] == pytest.approx(np.dot(losses, [*WEIGHTS.values()]), rel=1e-12)
     assert len(set(losses)) == 3
-    windows, weights = np.array(last["val/window_losses"]), np.array(last["val/window_weights"])
+    windows = np.array(last["val/window_losses"])
+    weights = np.array(last["val/window_weights"])
     assert np.mean(windows * weights) == pytest.approx(last["val/loss"], rel=1e-12)
     assert losses[1] == pytest.approx(windows[5:14].mean(), rel=1e-12)  # of 5, 9 and 3 windows
     said = call(val_loss.main, path_of(trained))
@@ -172,8 +178,10 @@ def test_a_mixture_of_one_set_is_that_set(mixed):
 
 def test_a_resumed_run_is_the_undisturbed_one(mixed):
     steps = ["train.max_steps=6", "train.checkpoint_interval=3", "eval.interval=3"]
-    train.train(calm := mixed(*steps, "run.name=calm"))
-    train.train(torn := mixed(*steps, "run.name=torn", "train.keep_checkpoints=9"))
+    calm = mixed(*steps, "run.name=calm")
+    torn = mixed(*steps, "run.name=torn", "train.keep_checkpoints=9")
+    train.train(calm)
+    train.train(torn)
     shutil.rmtree(path_of(torn) / "checkpoints/step_00000006")
     train.train(torn)
     assert end(torn) == end(calm)
@@ -181,8 +189,10 @@ def test_a_resumed_run_is_the_undisturbed_one(mixed):
 
 def test_other_weights_do_not_resume(mixed):
     """Nor does a run whose recorded weights were edited, too."""
-    train.train(config := mixed("train.checkpoint_interval=2"))
-    other, file = "data.mix={books = 0.6, arxiv = 0.3, edu = 0.2}", path_of(config) / "config.toml"
+    config = mixed("train.checkpoint_interval=2")
+    train.train(config)
+    other = "data.mix={books = 0.6, arxiv = 0.3, edu = 0.2}"
+    file = path_of(config) / "config.toml"
     with pytest.raises(
         RunError,
         match="data.mix: {'arxiv': 0.3, 'books': 0.5, 'edu': 0.2} -> {'arxiv': 0.3, 'books'",

@@ -160,7 +160,8 @@ def begin_scenario(folder: Path, scenario: str) -> list[str]:
     stop.
     """
     workers.BATCH_BYTES, prepare.SAVE_BYTES = 150, 1
-    source, out = folder / "in", folder / "out"
+    source = folder / "in"
+    out = folder / "out"
     texts = [f"{i} green bottles hanging on the wall" for i in range(7)]
     write_tree(source, {"a.jsonl": jsonl(texts[:4]), "b.jsonl": jsonl(texts[4:])})
     command = f"text --source {source} --tokenizer bytes --shard-tokens 60 --name set --out {out}"
@@ -182,7 +183,9 @@ def stop_everywhere(folder: Path, scenario: str, fault) -> None:
 
     Prints the number of steps.
     """
-    argv, out, template = begin_scenario(folder, scenario), folder / "out", folder / "template"
+    argv = begin_scenario(folder, scenario)
+    out = folder / "out"
+    template = folder / "template"
     shutil.copytree(out, template)
     code, printed = start(argv, out)
     assert code == 0, printed
