@@ -138,7 +138,7 @@ class Group:
         most_shared = max(n_shared, default=0)
         return [other for other, n in zip(candidates, n_shared, strict=True) if n == most_shared]
 
-    def get_variant(self, router: str, options: dict[str, Any]) -> Variant:
+    def find_or_add_variant(self, router: str, options: dict[str, Any]) -> Variant:
         """The variant with this router and these options; a new one if there is none."""
         for variant in self.variants:
             if variant.router == router and variant.options == options:
@@ -250,7 +250,7 @@ def build_groups(
         if values not in groups:
             groups[values] = Group("", dict(zip(group_keys, values, strict=True)), [], key)
         options = dict(zip(option_keys, run.values(option_keys), strict=True))
-        variant = groups[values].get_variant(run.config.model.router, options)
+        variant = groups[values].find_or_add_variant(run.config.model.router, options)
         x = None if key is None else run.value(key)
         first = variant.runs_by_x.setdefault(x, {}).setdefault(run.seed, run)
         if first is not run:

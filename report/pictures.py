@@ -5,8 +5,7 @@ routers with several options have a row of panels for each choice of options.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any, NamedTuple
 
@@ -32,24 +31,26 @@ class Point(NamedTuple):
 
 
 Points = Mapping[Any, Point]  # by x
-Collect = Callable[[Variant], Points]  # the points of a variant in a panel
+Lines = Mapping[Variant, Points]  # of a panel
 
 
 def plot_loss(group: Group, baseline: str) -> Figure | None:
     """Validation loss, and that minus the baseline's, over the key or over steps."""
     unit = group.runs[0].unit
-    panels: dict[str, Collect] = {
-        f"validation loss, {unit}": partial(collect_means, group, name="val/loss"),
-        f"minus {baseline}, {unit}": partial(collect_differences, group, baseline=baseline),
-    }
+    losses = {}
+    differences = {}
+    for variant in group.variants:
+        losses[variant] = collect_means(group, variant, "val/loss")
+        differences[variant] = collect_differences(group, variant, baseline)
+    panels = {f"validation loss, {unit}": losses, f"minus {baseline}, {unit}": differences}
     return plot_panels(group, panels)
 
 
 def plot_measures(group: Group) -> Figure | None:
     """The measures besides val/loss, over the key or over steps."""
-    panels: dict[str, Collect] = {}
+    panels = {}
     for name in find_measures(group):
-        panels[name] = partial(collect_means, group, name=name)
+        panels[name] = {variant: collect_means(group, variant, name) for variant in group.variants}
     return plot_panels(group, panels)
 
 
@@ -121,16 +122,13 @@ def split_rows(group: Group) -> dict[str, list[Variant]]:
     return rows
 
 
-def plot_panels(group: Group, panels: Mapping[str, Collect]) -> Figure | None:
-    """A grid of panels: a row for each choice of options, a column for each panel that has data.
+def plot_panels(group: Group, panels: Mapping[str, Lines]) -> Figure | None:
+    """A grid: a row for each choice of options, a column for each of `panels` that has data.
 
     A single row is wrapped at three.
     """
     rows = split_rows(group)
-    with_data = {}
-    for title, collect in panels.items():
-        if any(collect(variant) for variant in group.variants):
-            with_data[title] = collect
+    with_data = {title: lines for title, lines in panels.items() if any(lines.values())}
     if not with_data:
         return None
     n_panels = len(rows) * len(with_data)
@@ -142,10 +140,10 @@ def plot_panels(group: Group, panels: Mapping[str, Collect]) -> Figure | None:
     figure.suptitle(fill(group.label, 100), fontsize=11)
     free_axes = list(grid.flat)
     for options, variants in rows.items():
-        for title, collect in with_data.items():
+        for title, lines in with_data.items():
             axes = free_axes.pop(0)
-            points = {variant: collect(variant) for variant in variants}
-            draw_panel(axes, group, points, bars=title.startswith("minus "))
+            lines_of_row = {variant: lines[variant] for variant in variants if lines[variant]}
+            draw_panel(axes, group, lines_of_row, bars=title.startswith("minus "))
             axes.set(xlabel=group.key or "step", ylabel=fill(title, 40))
             axes.set_title(fill(options, 60), fontsize=10)
             axes.grid(alpha=0.3)
@@ -157,14 +155,11 @@ def plot_panels(group: Group, panels: Mapping[str, Collect]) -> Figure | None:
     return figure
 
 
-def draw_panel(
-    axes: Axes, group: Group, points_by_variant: Mapping[Variant, Points], bars: bool
-) -> None:
+def draw_panel(axes: Axes, group: Group, lines: Lines, bars: bool) -> None:
     """Draw lines with bands in their colour, or with bars, which hide less where they are long."""
     if group.key:
         scale_key_axis(axes, group)
-    drawn = {variant: points for variant, points in points_by_variant.items() if points}
-    for i, (variant, points) in enumerate(drawn.items()):
+    for i, (variant, points) in enumerate(lines.items()):
         style = choose_variant_style(group, variant)
         xs = list(points)
         means, lows, highs = zip(*points.values(), strict=True)
@@ -175,8 +170,8 @@ def draw_panel(
             axes.fill_between(xs, lows, highs, color=style["color"], alpha=0.15, linewidth=0)
         every = max(1, len(points) // MARKERS)
         axes.plot(xs, means, label=variant.label, markevery=(i % every, every), **style)
-    if drawn and not group.key:
-        leave_out_start(axes, list(drawn.values()))
+    if lines and not group.key:
+        leave_out_start(axes, list(lines.values()))
 
 
 def scale_key_axis(axes: Axes, group: Group) -> None:
@@ -196,8 +191,8 @@ def leave_out_start(axes: Axes, lines: Sequence[Points]) -> None:
     shown: list[float] = []
     for points in lines:
         means = [point.mean for step, point in points.items() if step >= start]
-        last_point = list(points.values())[-1]
-        shown += means or [last_point.mean]
+        last = points[max(points)]
+        shown += means or [last.mean]
     low = min(shown)
     high = max(shown)
     if high > low:
