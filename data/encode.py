@@ -69,7 +69,7 @@ class Encoder(NamedTuple):
                     val.append(val_part)
             else:
                 empty += 1
-        ends_first = any(raw.file.split == "ends" for raw in documents)  # then all are
+        ends_first = any(raw.file.split == "ends" for raw in documents)  # of all or of none
         return Encoded(
             self._join(train, ends_first), self._join(val, ends_first), empty, bad, links
         )
