@@ -262,7 +262,8 @@ def evaluated(monkeypatch):
 
 
 def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, capsys, evaluated):
-    folder, other = write_tasks(tmp_path / "tasks"), write_tasks(tmp_path / "other", 2)
+    folder = write_tasks(tmp_path / "tasks")
+    other = write_tasks(tmp_path / "other", 2)
     assert call(run, "--tasks-dir", folder) == 0 and evaluated == [*downstream.TASKS]
     assert call(run, "--tasks-dir", folder) == 0 and len(evaluated) == 6
     assert "done already: arc_easy" in capsys.readouterr().out
@@ -426,10 +427,8 @@ def by_hand(model, context, continuation):
         logits = model.logits(model.hidden(ids[:, :-1])[0])[0, -n:].double()
         routings = record_routing(model, ids[:, :-1])
     targets = torch.tensor(continuation)[:, None]
-    target, best = (
-        logits.gather(1, targets),
-        logits.scatter(1, targets, -torch.inf).amax(1, keepdim=True),
-    )
+    target = logits.gather(1, targets)
+    best = logits.scatter(1, targets, -torch.inf).amax(1, keepdim=True)
     margins = [(target - best).abs().min().item()]
     for routing in routings:
         k = routing.experts.shape[1]
@@ -465,11 +464,9 @@ def assert_as_by_hand(got, wanted, name):
     ],
 )
 def test_scores_equal_one_pass_per_pair(router, pos, tokens):
-    model, rng, pairs = (
-        small_model(**{"model.router": router, "model.pos": pos}),
-        random.Random(SEED),
-        [],
-    )
+    model = small_model(**{"model.router": router, "model.pos": pos})
+    rng = random.Random(SEED)
+    pairs = []
     while len(pairs) < 60:
         context = [rng.randrange(64) for _ in range(rng.randint(1, 20))]
         for _ in range(rng.choice([1, 1, 2, 4])):

@@ -394,7 +394,9 @@ def test_windows_overlap_from_the_start_of_a_set(dense_run, score, corpus):
 
 def test_standard_error_of_unequal_windows():
     """By the definition for a ratio of sums; it equals that of a mean only for equal lengths."""
-    nats, counts, each = np.array([10.0, 4.0, 9.0]), np.array([4, 2, 3]), np.arange(3)
+    nats = np.array([10.0, 4.0, 9.0])
+    counts = np.array([4, 2, 3])
+    each = np.arange(3)
     result = val_loss.summarize_losses(nats, counts, 18, each)
     assert result.loss == pytest.approx(23 / 9)
     assert result.bits_per_byte == pytest.approx(23 / math.log(2) / 18)

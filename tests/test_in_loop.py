@@ -52,10 +52,8 @@ def test_bits_of_answers_that_are_several_or_none():
         task = SimpleNamespace(
             OUTPUT_TYPE=kind, multiple_input=0, config=SimpleNamespace(target_delimiter=" ")
         )
-        task.doc_to_target, task.doc_to_choice = (
-            lambda doc: target,
-            lambda doc: ["one", "three", "no"],
-        )
+        task.doc_to_target = lambda doc: target
+        task.doc_to_choice = lambda doc: ["one", "three", "no"]
         return tasks.answer_bits(task, {}, [-one * math.log(2) for one in likelihoods])
 
     assert bits([0, 1], 8, 6, 1) == pytest.approx(1)  # 6 bits for " three", 8 for " one"
@@ -165,11 +163,13 @@ def test_scores_end_once_asked_to_stop(tiny, folder, monkeypatch):
 
     Random numbers of training stay as they are.
     """
-    scores, model = (
-        TaskScores(config := tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))),
-        GPT(config.model),
-    )
-    state, stop, score, batches = random.getstate(), Stop(), Scorer._score_batch, []
+    config = tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))
+    scores = TaskScores(config)
+    model = GPT(config.model)
+    state = random.getstate()
+    stop = Stop()
+    score = Scorer._score_batch
+    batches = []
 
     def stop_after_a_batch(*given):
         stop.asked = True

@@ -100,13 +100,11 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
     }
     assert seen.tolist() == sorted(seen.tolist(), reverse=True) and len(often) > len(ids) > 5
     for layer, decided in zip(layers, by_layer, strict=True):
-        loads, both, took, took_by_chance, entropies = (
-            Counter(),
-            Counter(),
-            Counter(),
-            Counter(),
-            [],
-        )
+        loads = Counter()
+        both = Counter()
+        took = Counter()
+        took_by_chance = Counter()
+        entropies = []
         zeros = sum(gate == 0 for gates in decided.weights.tolist() for gate in gates)
         assert layer["zero_gates"] == zeros / 768
         rows = zip(text, others, decided.experts.tolist(), decided.scores.tolist(), strict=True)
@@ -214,12 +212,10 @@ def test_command_compares_two_checkpoints(made):
     *_, logged = column(read_metrics(run / "metrics.jsonl", ["val/loads"]), "val/loads")
     # what training saw in the same six windows
     assert [layer["loads"] for layer in report["layers"]] == logged
-    assert (report["step"], report["windows"], report["tokens"], report["router"]) == (
-        4,
-        6,
-        192,
-        "kern",
-    )
+    assert report["step"] == 4
+    assert report["windows"] == 6
+    assert report["tokens"] == 192
+    assert report["router"] == "kern"
     assert (report["top_k"], report["other"]) == (2, "kern, step_00000002")
     models = [load_model(run, step).model for step in (4, 2)]
     tokens = open_tokens(Path(report["data"]), "val")
@@ -348,7 +344,8 @@ def read_windows(sources):
 
 def test_trace_has_experts_gates_and_tokens_by_layer(sources):
     x, y = read_windows(sources)
-    model, trace = load_model(sources / "runs/softmax").model, np.load(sources / "soft.npz")
+    model = load_model(sources / "runs/softmax").model
+    trace = np.load(sources / "soft.npz")
     assert trace["tokens"].tolist() == torch.cat([x, y[:, -1:]], 1).tolist()
     assert trace["n_expert"] == 8
     assert trace["experts"].shape == trace["gates"].shape == (2, 6 * 32, 2)
@@ -367,7 +364,8 @@ def test_replayed_loss_is_that_of_gates_by_hand(sources, name, call, monkeypatch
     ).splitlines()
     (file,) = (sources / f"runs/{name}/eval").rglob("replay-soft.json")
     report, trace = json.loads(file.read_text()), np.load(sources / "soft.npz")
-    (x, y), model = read_windows(sources), load_model(sources / "runs" / name).model
+    x, y = read_windows(sources)
+    model = load_model(sources / "runs" / name).model
     experts = torch.from_numpy(trace["experts"])
     own = (
         torch.stack([r.experts for r in record_routing(model, x)])[..., None]
@@ -432,10 +430,8 @@ def test_the_loop_in_the_documentation_runs(sources, monkeypatch):
     monkeypatch.chdir(sources)
     (sources / "a.npz").write_bytes((sources / "soft.npz").read_bytes())
     exec(code.replace("runs/B", "runs/softmax"), names := {})
-    own, (x, y) = (
-        load_model(sources / "runs/softmax").model.requires_grad_(True),
-        read_windows(sources),
-    )
+    own = load_model(sources / "runs/softmax").model.requires_grad_(True)
+    x, y = read_windows(sources)
     own(x, y).loss.backward()
     for mine, theirs in zip(names["model"].parameters(), own.parameters(), strict=True):
         assert_near(mine.grad, theirs.grad, 10 * NEAR, "gradient")

@@ -147,11 +147,9 @@ def test_an_entry_sets_options(contest, tmp_path, capsys):
     assert any("train.bias_update_rate" in draw for draw in record["settings"])
     for draw, drawn in enumerate(protocol.draw_settings()):
         config = make_point(protocol, record, Task("draw", draw, 0), tmp_path).config
-        assert (config.train.bias_update, config.model.n_hash_layer, config.model.router) == (
-            "quantile",
-            1,
-            "kern",
-        )
+        assert config.train.bias_update == "quantile"
+        assert config.model.n_hash_layer == 1
+        assert config.model.router == "kern"
         assert (config.train.bias_update_rate, config.train.balance_loss_coef) == (0, 0)
         hashed = make_point(
             protocol,
@@ -305,7 +303,8 @@ def test_what_the_reference_is_compared_by(contest):
 
 def test_a_run_names_the_machine_that_made_it(contest, tmp_path):
     protocol = load_protocol(str(contest))
-    record, names = new_record(protocol, "kern", "kern"), ["first", "second", "first"]
+    record = new_record(protocol, "kern", "kern")
+    names = ["first", "second", "first"]
     for task, name in zip(missing_tasks(protocol, record), names, strict=True):
         made = describe_machine(protocol) | {"machine": name}
         point = make_point(protocol, record, task, tmp_path)
