@@ -29,7 +29,7 @@ from configure import Config
 from data.bins import sha256_of
 from eval.scoring import Scorer, scoring_dtype
 from eval.tasks import TASKS, TaskMetrics, check_tasks, load_tasks, local_file, score_task
-from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, pick_device
+from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, set_up_device
 from report.paper import find_paper_table
 from runtime import RunError, checkpoint, distributed
 from runtime.tracker import start_wandb
@@ -183,7 +183,7 @@ def tabulate_results(results: dict[str, TaskMetrics], config: Config) -> Table:
     return list(COLUMNS.values()), rows
 
 
-def write_report(
+def write_results(
     folder: Path, shared: dict[str, Any], trained: Trained, args: argparse.Namespace
 ) -> None:
     """Write results.json and table.md from all of `folder`/tasks; print them and send to wandb."""
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from eval.harness import Adapter
 
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    device = pick_device(args)
+    device = set_up_device(args)
     dtype = scoring_dtype(trained.config, device)
     limit = f"_limit{args.limit}" if args.limit else ""
     folder = args.run / "eval" / f"{trained.label}{name_fewshot(args)}{limit}"
@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         adapter = Adapter(Scorer(trained.model.to(ranks.device), dtype, ranks), tokenizer)
         evaluate_tasks(manager, adapter, folder, shared, args)
     if not ranks.rank:
-        write_report(folder, shared, trained, args)
+        write_results(folder, shared, trained, args)
 
 
 if __name__ == "__main__":

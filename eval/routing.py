@@ -48,7 +48,7 @@ from eval.trained import (
     add_run_arguments,
     load_run,
     open_set,
-    pick_device,
+    set_up_device,
 )
 from model import GPT
 from router import Routing, find_spec
@@ -288,7 +288,7 @@ def describe_layer(
     nats_by_chance = divergence_from_text(by_chance).tolist()
     experts = []
     for expert, choices in enumerate(by_token[:-1].T):
-        typical = find_tokens(choices, int(loads[expert]), ids, occurrences / N, tokenizer)
+        typical = find_typical_tokens(choices, int(loads[expert]), ids, occurrences / N, tokenizer)
         experts.append(
             {"nats": nats[expert], "nats_by_chance": nats_by_chance[expert], "tokens": typical}
         )
@@ -308,7 +308,7 @@ def describe_layer(
     )
 
 
-def find_tokens(
+def find_typical_tokens(
     choices: np.ndarray, load: int, ids: np.ndarray, shares: np.ndarray, tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
     """Find the tokens that add most to an expert's divergence from the text.
@@ -426,7 +426,7 @@ def save_trace(args: argparse.Namespace) -> None:
     """Write the file of --trace. Raises ValueError and OSError."""
     check_trace_arguments(args)
     trained, _, _ = load_models(args)
-    trained.model.to(pick_device(args))
+    trained.model.to(set_up_device(args))
     inputs, targets, data = read_validation(trained, args)
     write_trace(args.trace, trained, np.concatenate([inputs, targets[:, -1:]], 1))
     print(f"{args.trace}: {inputs.size:,} tokens of {data}")
@@ -439,7 +439,7 @@ def replay_trace(args: argparse.Namespace) -> None:
     """
     check_trace_arguments(args)
     trained, _, _ = load_models(args)
-    trained.model.to(pick_device(args))
+    trained.model.to(set_up_device(args))
     trace = read_trace(args.replay, trained)
     own = trace_windows(trained.model, trace["tokens"])
     replayed = trace_windows(trained.model, trace["tokens"], trace["experts"])
@@ -461,12 +461,12 @@ def replay_trace(args: argparse.Namespace) -> None:
     print(f"loss {report['loss']:.4f}  {run} with its own, {same_choice:.0%} of them the same")
 
 
-def print_tables(args: argparse.Namespace) -> None:
+def print_measures(args: argparse.Namespace) -> None:
     """Measure the run, and its agreement with another; print tables and write routing.json.
 
     Raises ValueError and OSError.
     """
-    device = pick_device(args)
+    device = set_up_device(args)
     trained, other, tokenizer = load_models(args)
     text, _, data = read_validation(trained, args)
     if len(text) < 2:
@@ -594,7 +594,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif args.replay:
         replay_trace(args)
     else:
-        print_tables(args)
+        print_measures(args)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # lm_eval is an extra that other commands do not need
     from eval.harness import Adapter
 
 
-class Task(NamedTuple):
+class PaperTask(NamedTuple):
     """One of the paper's tasks."""
 
     paper: str  # name in the paper's table
@@ -38,12 +38,12 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "arc_easy": Task("ARC-E", 0.25),  # some questions of ARC have 3 or 5 answers
-    "arc_challenge": Task("ARC-C", 0.25),
-    "hellaswag": Task("HellaSwag", 0.25),
-    "piqa": Task("PIQA", 0.5),
-    "sciq": Task("SciQ", 0.25),
-    "winogrande": Task("WinoGrande", 0.5),
+    "arc_easy": PaperTask("ARC-E", 0.25),  # some questions of ARC have 3 or 5 answers
+    "arc_challenge": PaperTask("ARC-C", 0.25),
+    "hellaswag": PaperTask("HellaSwag", 0.25),
+    "piqa": PaperTask("PIQA", 0.5),
+    "sciq": PaperTask("SciQ", 0.25),
+    "winogrande": PaperTask("WinoGrande", 0.5),
 }
 # where lm-evaluation-harness has the TASKS
 FOLDERS = ("arc", "hellaswag", "piqa", "sciq", "winogrande")

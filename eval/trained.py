@@ -83,7 +83,7 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def pick_device(args: argparse.Namespace) -> torch.device:
+def set_up_device(args: argparse.Namespace) -> torch.device:
     """Return the device of --device, and set the number of threads on a CPU.
 
     Raises RunError if there is no such device.

@@ -47,7 +47,7 @@ from eval.trained import (
     add_run_arguments,
     load_run,
     open_set,
-    pick_device,
+    set_up_device,
 )
 
 TEXT_FIELD = "text"  # the field of JSON and parquet rows that holds the document
@@ -137,7 +137,7 @@ def open_text(
 
     Raises DataError if it cannot be read, or holds fewer than two tokens.
     """
-    documents = read_text(path, tokenizer)
+    documents = tokenize_documents(path, tokenizer)
     count = sum(len(document) - 1 for document in documents)
     if count < 2:
         raise DataError(f"{path}: {count} token(s), expected at least 2; give more text")
@@ -157,7 +157,7 @@ def open_text(
     return Corpus(str(path), tokens, windows[chosen], np.concatenate(numbers)[chosen])
 
 
-def read_text(path: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
+def tokenize_documents(path: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
     """Tokenize the documents of a text file, each after an end-of-text token.
 
     Empty documents are left out, as in preparation. Raises DataError.
@@ -262,7 +262,7 @@ def summarize_losses(
     return Result(W, tokens, size, loss, stderr, perplexity, bits_per_byte)
 
 
-def format_row(corpus: Corpus, result: Result) -> list[str]:
+def format_result(corpus: Corpus, result: Result) -> list[str]:
     """Format one row under HEAD."""
     name = f"{corpus.name} ({corpus.split})" if corpus.split else corpus.name
     loss = f"{result.loss:.4f}"
@@ -311,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         corpora = [find_corpus(name, trained, tokenizer, args) for name in args.data]
     else:
         corpora = open_own(trained, args)
-    device = pick_device(args)
+    device = set_up_device(args)
     scorer = Scorer(trained.model.to(device), scoring_dtype(config, device))
     lengths = [len(token) for token in token_bytes(tokenizer)]
     lengths.append(0)  # the last token, end-of-text, has no bytes
@@ -329,7 +329,7 @@ def print_results(
         title += f", {trained.mean}"
     windows = f"stride {args.stride}" if args.stride else "no overlap"
     print(f"{title}; {windows}")
-    rows = [format_row(corpus, result) for corpus, result in zip(corpora, results, strict=True)]
+    rows = [format_result(corpus, result) for corpus, result in zip(corpora, results, strict=True)]
     print(text_table(HEAD, rows))
     if not args.data and len(corpora) > 1:
         losses = [result.loss for result in results]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from common.command import build_parser, command, run_command
 from data.tokenizer import Tokenizer
 from eval.generation import SamplingParams, continue_prompts
-from eval.trained import add_device_argument, add_run_arguments, load_run, pick_device
+from eval.trained import add_device_argument, add_run_arguments, load_run, set_up_device
 from model import GPT
 
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    print_continuations(trained.model.to(pick_device(args)), tokenizer, args.prompt, args, params)
+    print_continuations(trained.model.to(set_up_device(args)), tokenizer, args.prompt, args, params)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from track.__main__ import CPU, main
 from track.entry import add_run, describe_machine, make_point, read_result, start_record
 from track.protocol import Task, load_protocol, read_options
 from track.record import (
-    find_faults,
+    find_record_faults,
     judged_runs,
     losses_of,
     missing_tasks,
@@ -159,9 +159,11 @@ def test_an_entry_sets_options(contest, tmp_path, capsys):
         )
         assert {key: attrgetter(key)(hashed.config) for key in drawn} == drawn
         assert config.optim == hashed.config.optim and config.model == hashed.config.model
-    assert find_faults(protocol, save(tmp_path / "mine.json", record), "mine.json") == []
+    assert find_record_faults(protocol, save(tmp_path / "mine.json", record), "mine.json") == []
     changed = save(tmp_path / "kern.json", record | {"name": "kern"})
-    assert "router kern {'train.bias_update'" in find_faults(protocol, changed, "kern.json")[0]
+    assert (
+        "router kern {'train.bias_update'" in find_record_faults(protocol, changed, "kern.json")[0]
+    )
     with pytest.raises(
         ValueError, match="has options {'train.bias_update': 'quantile'.*, this entry {}"
     ):
@@ -320,7 +322,7 @@ def test_verify_refuses_tampering(contest, tmp_path, capsys):
     intact = make_record(protocol, "kern", [1.5, 1.6, 1.7])
     del intact["options"]  # which older records lack
     record = save(path, intact)
-    assert find_faults(protocol, record, path.name) == []
+    assert find_record_faults(protocol, record, path.name) == []
     assert record["summary"]["loss"] == pytest.approx(1.6) and path.stat().st_size < 150_000
 
     judged = next(i for i, run in enumerate(intact["runs"]) if run["round"] == "judge")
@@ -352,10 +354,12 @@ def test_verify_refuses_tampering(contest, tmp_path, capsys):
     }
     for reason, tampered in cases.items():
         path.write_text(json.dumps(sign(tampered)))
-        assert reason in "; ".join(find_faults(protocol, read_record(path), path.name)), reason
+        assert reason in "; ".join(find_record_faults(protocol, read_record(path), path.name)), (
+            reason
+        )
     text = json.dumps(record | {"margin": 1})
     path.write_text(text)
-    assert "its digest is not" in find_faults(protocol, read_record(path), path.name)[0]
+    assert "its digest is not" in find_record_faults(protocol, read_record(path), path.name)[0]
     arguments = ["--track", str(contest), "verify", str(path)]
     assert main(arguments, Stop()) == 1 and "1 fault" in capsys.readouterr().out
     path.write_text(json.dumps({key: value for key, value in intact.items() if key != "settings"}))
@@ -398,7 +402,7 @@ def test_table_has_what_the_records_say(contest, tmp_path, monkeypatch):
 
 def test_text_is_what_the_protocol_pins():
     """20 MB at least in 8 MB, every file by its digest, no author on both sides."""
-    rows = clean.read_sources()
+    rows = clean.read_books()
     files = [clean.FOLDER / row["file"] for row in rows]
     assert set(files) == set(clean.FOLDER.glob("*/*"))
     assert sum(file.stat().st_size for file in files) < 8e6
@@ -418,7 +422,7 @@ def test_records_of_the_repository_are_right():
     records = [read_record(path) for path in paths]
     for path, record in zip(paths, records, strict=True):
         if not missing_tasks(protocol, record):
-            assert find_faults(protocol, record, path.name) == [], path
+            assert find_record_faults(protocol, record, path.name) == [], path
     complete = [
         record for record in records if judged_runs(record).keys() >= {*protocol.judge_seeds}
     ]

@@ -28,7 +28,7 @@ from runtime.signals import EXIT_CODE, Stop
 from scripts.sweep import train_points
 from track import entry
 from track.protocol import OPTIONS, Protocol, Task, load_protocol, read_options
-from track.record import LARGEST, Record, find_faults, judged_runs, losses_of, read_record
+from track.record import LARGEST, Record, find_record_faults, judged_runs, losses_of, read_record
 
 CPU = "config/track/cpu.toml"
 
@@ -191,7 +191,7 @@ def check_record(protocol: Protocol, path: Path, paths: dict[Any, Path]) -> list
         size = path.stat().st_size
         if size > LARGEST:
             faults.append(f"it has {size:,} bytes, at most {LARGEST:,} are allowed")
-        faults += find_faults(protocol, record, path.name)
+        faults += find_record_faults(protocol, record, path.name)
     except (ValueError, OSError) as error:
         faults.append(str(error))
     except (LookupError, TypeError, AttributeError) as error:

@@ -34,7 +34,7 @@ def clean(markdown: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
 
 
-def read_sources() -> list[dict[str, str]]:
+def read_books() -> list[dict[str, str]]:
     """Read the rows of SOURCES.tsv: sha256, file, source."""
     with TABLE.open(newline="") as lines:
         return list(csv.DictReader(lines, delimiter="\t"))
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("clone", type=Path, metavar="CLONE", help="folder with the sources")
     clone = parser.parse_args(argv).clone
     differ = 0
-    for row in read_sources():
+    for row in read_books():
         text = clean((clone / row["source"]).read_text(encoding="utf-8")).encode()
         digest = hashlib.sha256(text).hexdigest()
         same = digest == row["sha256"]

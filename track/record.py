@@ -119,7 +119,7 @@ def read_record(path: Path) -> Record:
     return record
 
 
-def find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]:
+def find_record_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]:
     """List the faults of a record, each with its remedy; none for an intact, complete record.
 
     Raises LookupError, TypeError, AttributeError or ValueError if a field is missing or wrong.

@@ -32,7 +32,7 @@ MEASURES = [
 ]
 
 
-class Row(NamedTuple):
+class JudgedEntry(NamedTuple):
     """An entry of the table."""
 
     record: Record
@@ -71,7 +71,7 @@ def subtract(entry: Record, other: Record) -> Difference:
     return estimate_difference(differences)
 
 
-def judge_entries(protocol: Protocol, entries: Sequence[Record]) -> list[Row]:
+def judge_entries(protocol: Protocol, entries: Sequence[Record]) -> list[JudgedEntry]:
     """Judge the entries; return the rows of the table, the lowest mean loss first.
 
     The differences from the reference are one family of tests, those from the second router
@@ -95,7 +95,7 @@ def judge_entries(protocol: Protocol, entries: Sequence[Record]) -> list[Row]:
         speedup = None
         if difference:
             speedup = effective_speedup(protocol, records[protocol.reference], entry, difference)
-        rows.append(Row(entry, mean, against[name], speedup))
+        rows.append(JudgedEntry(entry, mean, against[name], speedup))
     return sorted(rows, key=lambda row: (row.mean, row.record["name"]))
 
 
@@ -147,7 +147,7 @@ def effective_speedup(
     return texts
 
 
-def build_verdicts(protocol: Protocol, rows: Sequence[Row]) -> Table:
+def build_verdicts(protocol: Protocol, rows: Sequence[JudgedEntry]) -> Table:
     """Build head and cells of the columns that are on both pages."""
     cells = []
     for row in rows:
@@ -179,7 +179,7 @@ def format_difference(difference: Difference | None) -> str:
     return verdict if math.isinf(difference.mean) else f"{difference} {verdict}"
 
 
-def build_tables(protocol: Protocol, rows: Sequence[Row]) -> dict[Path, str]:
+def build_tables(protocol: Protocol, rows: Sequence[JudgedEntry]) -> dict[Path, str]:
     """Build {page: its table as Markdown}."""
     head, cells = build_verdicts(protocol, rows)
     without_intervals = []
@@ -198,15 +198,15 @@ def build_tables(protocol: Protocol, rows: Sequence[Row]) -> dict[Path, str]:
     return {FRONT_PAGE: markdown_table(head, without_intervals, gap=""), PAGE: full}
 
 
-def format_measures(row: Row) -> dict[str, str]:
+def format_measures(row: JudgedEntry) -> dict[str, str]:
     """Format {column: cell} of the measures, means of the judged runs, and of the settings."""
     record = row.record
     runs = [run for run in judged_runs(record).values() if run["loss"] is not None]
     settings: dict[str, Any] = record["summary"]["settings"]
     routed = any("gate_norm" in run for run in runs)  # False for dense, which has few settings
     cells = dict.fromkeys(MEASURES, "")
-    cells["load imbalance"] = format_mean(runs, "load_imbalance")
-    cells["dead experts"] = format_mean(runs, "dead_experts")
+    cells["load imbalance"] = format_measure(runs, "load_imbalance")
+    cells["dead experts"] = format_measure(runs, "dead_experts")
     cells["lr"] = f"{settings['optim.lr']:g}"
     cells["diverged"] = str(record["summary"]["diverged"])
     if routed:
@@ -219,7 +219,7 @@ def format_measures(row: Row) -> dict[str, str]:
     return cells
 
 
-def format_mean(runs: Sequence[Mapping[str, Any]], measure: str) -> str:
+def format_measure(runs: Sequence[Mapping[str, Any]], measure: str) -> str:
     """Format the mean of a measure over the runs that have it; "" if none has."""
     values = [run[measure] for run in runs if measure in run]
     return f"{np.mean(values):.1f}" if values else ""
@@ -236,7 +236,7 @@ def format_balance(record: Record) -> str:
     return "none"
 
 
-def draw_differences(protocol: Protocol, rows: Sequence[Row], picture: Path) -> None:
+def draw_differences(protocol: Protocol, rows: Sequence[JudgedEntry], picture: Path) -> None:
     """Draw each entry's difference from the reference with its 95% interval, and the margin."""
     from matplotlib.figure import Figure  # it may not be installed
 
@@ -261,7 +261,7 @@ def draw_differences(protocol: Protocol, rows: Sequence[Row], picture: Path) -> 
     figure.savefig(picture)
 
 
-def write_tables(protocol: Protocol, rows: Sequence[Row]) -> Path:
+def write_tables(protocol: Protocol, rows: Sequence[JudgedEntry]) -> Path:
     """Write both tables, each between the marks of its page, and the picture; return its path.
 
     Raises:
