@@ -127,11 +127,11 @@ def load_model(
     checkpoints = folder / "checkpoints"
     steps = _choose_steps(folder, step, average)
     model = GPT(config.model).eval().requires_grad_(False)
-    metadata = checkpoint.load_model(checkpoints, steps[-1], model, ema)
+    metadata = checkpoint.restore_weights(checkpoints, steps[-1], model, ema)
     if average > 1:
         sums = {name: tensor.double() for name, tensor in model.state_dict().items()}
         for other in steps[:-1]:
-            checkpoint.load_model(checkpoints, other, model)
+            checkpoint.restore_weights(checkpoints, other, model)
             for name, tensor in model.state_dict().items():
                 sums[name] += tensor
         model.load_state_dict({name: total / average for name, total in sums.items()})

@@ -246,7 +246,9 @@ def _read_run(place: Path, data: Path) -> Weights:
         raise RunError("a run without a checkpoint; train it first")
     with torch.device("meta"):
         model = GPT(config.model)
-    metadata = checkpoint.load_model(place / "checkpoints", steps[-1], model.to_empty(device="cpu"))
+    metadata = checkpoint.restore_weights(
+        place / "checkpoints", steps[-1], model.to_empty(device="cpu")
+    )
     meta = read_meta(data)
     if metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
         raise _wrong_tokenizer("another", data, meta)

@@ -345,7 +345,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return body
 
 
-def load(
+def restore(
     folder: str | Path,
     step: int,
     model: nn.Module,
@@ -358,7 +358,7 @@ def load(
         RunError: the checkpoint does not fit the model, the optimizer or `tensors`.
     """
     state = collect_tensors(model, optimizers, tensors)
-    _read(folder_of(folder, step), state)
+    _fill_tensors(folder_of(folder, step), state)
     _, current = get_state_dict(model, optimizers)  # settings come from the config
     optimizer_state = {"state": state["optimizer"], "param_groups": current["param_groups"]}
     set_state_dict(
@@ -366,7 +366,7 @@ def load(
     )
 
 
-def load_model(
+def restore_weights(
     folder: str | Path, step: int, model: nn.Module, ema: bool = False
 ) -> dict[str, Any]:
     """Restore weights and buffers, or with `ema` their running mean, in place; for one process.
@@ -386,9 +386,9 @@ def load_model(
         ) from None
     weights = get_model_state_dict(model)
     if ema:
-        _read(path, {"run": {"ema": weights}})
+        _fill_tensors(path, {"run": {"ema": weights}})
     else:
-        _read(path, {"model": weights})
+        _fill_tensors(path, {"model": weights})
     model.load_state_dict(weights)
     return metadata
 
@@ -409,7 +409,7 @@ def collect_tensors(
     return {"model": model_state, "optimizer": moments, "run": tensors}
 
 
-def _read(path: Path, state: dict[str, Any]) -> None:
+def _fill_tensors(path: Path, state: dict[str, Any]) -> None:
     try:
         dcp.load(state, storage_reader=Reader(path), no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:  # the bytes are right: another model or torch

@@ -1,4 +1,4 @@
-"""A micro-batch's forward and backward pass as a CUDA graph: the host launches it at once (train.cuda_graph).
+"""Capture a micro-batch's forward and backward pass as a CUDA graph (train.cuda_graph).
 
 Without it the host launches each of some 900 kernels, which takes longer than the kernels
 themselves: on an H200 a step of config/125m.toml takes 103 ms, with it 81 (docs/performance.md).
@@ -103,21 +103,21 @@ class StepGraph:
 
 
 def capture_graph(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture a call in the memory of `pool`, or in memory of its own; returns what the call does, too."""
+    """Capture a call in the memory of `pool` (None: its own); returns the graph and its results."""
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream()
     try:
-        # other threads may allocate meanwhile: the one that reads ahead pins its batches
+        # thread_local: the thread that reads ahead may pin its batches meanwhile
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = function()
     finally:
-        torch.cuda.set_stream(stream)  # which a failed capture does not
+        torch.cuda.set_stream(stream)  # a failed capture leaves its own stream
     return graph, outputs
 
 
 def can_capture(asked: str, device: torch.device, world_size: int) -> bool:
-    """Return True if train.cuda_graph = `asked` is to capture; say so where it asks in vain."""
-    if asked != "on":  # auto: off, until a GPU has shown that both ways agree
+    """Return True if train.cuda_graph = `asked` captures; prints a line if it asks and cannot."""
+    if asked != "on":  # auto is off, until whole runs with and without agree on a GPU
         return False
     if device.type != "cuda" or world_size > 1:
         print_once("train.cuda_graph: steps run without a graph: it needs one CUDA device")

@@ -142,7 +142,7 @@ def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
     V = model.vocab_size
     C = model.n_embd
     chunk = chunk_rows(tokens, V, b) * V * b
-    # The weight's gradient. After the chunks are freed, it is copied, scaled by the loss's gradient.
+    # The weight's gradient. When the chunks are freed, a copy times the loss's gradient is made.
     gradient = 4 * V * C
     return b * tokens * C + gradient + max(chunk, gradient)
 

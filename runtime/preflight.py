@@ -179,9 +179,10 @@ def check_settings(config: Config) -> None:
         raise RunError(f"model.router: {error}") from None
     if spec is not None and not spec.has_gradient(config.model.top_k):
         distributed.print_once(
-            f"warning: model.top_k = 1 with model.router = {config.model.router}: a norm over the one "
-            "chosen expert makes all gates constant, so the loss gives the router no gradient; "
-            "set --model.top_k=2, or choose a router without a norm over topk (--model.router=softmax)"
+            f"warning: model.top_k = 1 with model.router = {config.model.router}: a norm over the "
+            "one chosen expert makes all gates constant, so the loss gives the router no gradient; "
+            "set --model.top_k=2, or choose a router without a norm over topk "
+            "(--model.router=softmax)"
         )
 
 

@@ -63,7 +63,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.peak = distributed.peak_flops(plan.device, plan.dtype)
         self.spikes = state.updates.read().spikes  # already reported
         total, active = count_parameters(config.model)
-        for line in describe_run(plan, ranks, state.step, total, active):
+        for line in describe_plan(plan, ranks, state.step, total, active):
             print(f"{plan.run}: {line}")
 
         tags = [config.model.router, *config.data.sets]
@@ -220,7 +220,7 @@ def describe_scores(values: dict[str, Any]) -> str:
     return "; ".join(f"{task} {', '.join(scores)}" for task, scores in tasks.items())
 
 
-def describe_run(plan: Plan, ranks: Ranks, step: int, total: int, active: int) -> list[str]:
+def describe_plan(plan: Plan, ranks: Ranks, step: int, total: int, active: int) -> list[str]:
     """The header: model, machine and length of the run; memory; kernels; data; changed settings.
 
     Args:

@@ -340,7 +340,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         graph=StepGraph(model.parameters(), captures),
     )
     if start.step:
-        checkpoint.load(start.checkpoints, start.step, model, optimizer.parts, state.tensors)
+        checkpoint.restore(start.checkpoints, start.step, model, optimizer.parts, state.tensors)
     tokens = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
     with compute.autocast():
         warm_up_ddp_buckets(runner, tokens)

@@ -68,7 +68,9 @@ class Training:
         saver.save(step, self.model, self.optimizer.parts, {"interval": self.interval}, metadata)
 
     def load(self, folder, step):
-        checkpoint.load(folder, step, self.model, self.optimizer.parts, {"interval": self.interval})
+        checkpoint.restore(
+            folder, step, self.model, self.optimizer.parts, {"interval": self.interval}
+        )
 
     def tensors(self):
         states = [self.optimizer.state[parameter] for parameter in self.model.parameters()]
@@ -316,7 +318,7 @@ def assert_refused(path, canary):
     """`canary`, which torch's own reader has just made, is not made again."""
     canary.unlink()  # raises if the payload did not work there: the test would prove nothing
     for load in (
-        lambda: checkpoint.load_model(path.parent, 2, GPT(SMALL)),
+        lambda: checkpoint.restore_weights(path.parent, 2, GPT(SMALL)),
         lambda: Training().load(path.parent, 2),
     ):
         with pytest.raises(RunError, match=f"{path.name} does not fit this run .*--fresh"):

@@ -375,7 +375,7 @@ def test_loss_that_is_not_finite_stops_before_the_update(tiny, poison, saves_end
     assert len(weights) == 8 and weights[5].isfinite().all() and torch.equal(weights[5], weights[7])
     assert not torch.equal(weights[3], weights[4])
     assert steps(config) == [1, 2]
-    checkpoint.load_model(checkpoints(config), 2, model := GPT(config.model))
+    checkpoint.restore_weights(checkpoints(config), 2, model := GPT(config.model))
     assert torch.equal(flat(model), weights[4])
 
     report = crash_report(config, 2)
@@ -532,7 +532,7 @@ def test_logged_signal_is_that_of_the_checkpoint(tiny):
     (logged,) = column(metrics(config), "router/expert_signal_of_layers")
     model = GPT(config.model)
     optimizer = build_optimizer(model, config.optim)
-    checkpoint.load(checkpoints(config), 40, model, optimizer.parts, {})
+    checkpoint.restore(checkpoints(config), 40, model, optimizer.parts, {})
     beta1, beta2 = config.optim.beta1, config.optim.beta2
     for block, found in zip(model.blocks, logged, strict=True):
         moments = [optimizer.state[p] for p in (block.mlp.experts.w_in, block.mlp.experts.w_out)]
