@@ -17,23 +17,23 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 
 def make_norm(config: Any, width: int) -> nn.LayerNorm | nn.RMSNorm:
-    """A LayerNorm, or the RMSNorm that has neither its mean nor its bias, over the last dimension of size `width`."""
+    """The norm of model.norm over a last dimension of size `width`."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(width, eps=config.norm_eps)
     return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
 
 
 class Documents(NamedTuple):
-    """What each position of a window may see (data.document_mask)."""
+    """The documents of windows (data.document_mask): positions, and what each position may see."""
 
-    # (B, T) int64, from the start of each document, or of the window within its first
-    positions: Tensor
-    # (B, 1, T, T): the same document, no later position; as a tensor 0, or -inf where hidden
+    positions: Tensor  # (B, T) int64, counted from the start of a document, or of the window
+    # (B, 1, T, T): positions of the same document up to a query's own; a tensor has 0 where a key
+    # is seen and -inf where it is hidden
     mask: Tensor | BlockMask
 
 
 def find_documents(idx: Tensor, token: int, dtype: torch.dtype, blocks: bool = False) -> Documents:
-    """Find the documents of windows: one starts at each end-of-text token, which precedes its first token.
+    """Find the documents of windows: an end-of-text token starts each.
 
     As an input that token only predicts how the next document begins, so it sees nothing of the one
     before.
@@ -41,82 +41,90 @@ def find_documents(idx: Tensor, token: int, dtype: torch.dtype, blocks: bool = F
     Args:
         idx: (B, T) int64 token ids.
         token: the id of end-of-text.
-        dtype: that of queries. Of a mask of booleans each layer would keep a copy in it for its
-            backward pass.
-        blocks: whether the mask is a BlockMask of flex_attention, which skips blocks that it hides,
-            or a tensor.
+        dtype: of queries, and so of a mask that is a tensor: each layer would keep a copy of a
+            boolean mask in this dtype for its backward pass.
+        blocks: make a BlockMask of flex_attention, which skips hidden blocks, instead of a tensor.
     """
     B, T = idx.shape
-    at = torch.arange(T, device=idx.device)
-    # (B, T), of each position's document
-    begins = torch.where(idx == token, at, 0).cummax(1).values
+    position = torch.arange(T, device=idx.device)
+    start = torch.where(idx == token, position, 0).cummax(1).values  # (B, T) of its document
 
     def is_seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (begins[b, q] <= k) & (k <= q)
+        return (start[b, q] <= k) & (k <= q)
 
     if blocks:
         mask = create_block_mask(is_seen, B, None, T, T, device=idx.device)
     else:
-        seen = (begins[:, :, None] <= at) & (at <= at[:, None])
-        mask = torch.zeros(seen.shape, dtype=dtype, device=idx.device).masked_fill_(
-            ~seen, -torch.inf
-        )[:, None]
-    return Documents(at - begins, mask)
+        not_later = position <= position[:, None]  # (T, T) of query and key
+        seen = (start[:, :, None] <= position) & not_later  # (B, T, T)
+        zeros = torch.zeros(seen.shape, dtype=dtype, device=idx.device)
+        mask = zeros.masked_fill_(~seen, -torch.inf)[:, None]
+    return Documents(position - start, mask)
 
 
 class KVCache:
-    """Keys and values of the tokens so far, so that each new token costs one token's work.
+    """Keys and values of the tokens so far, so that a new token costs one token's work.
 
-    For evaluation only.
-
-    Rows of unequal length are padded on the left, so row b starts at column start[b], or on the
-    right, where later columns attend to nothing real. With document masks start[b] is where the
-    document of its last column begins. A forward pass calls `prepare` once and `update` once per
-    layer.
+    For evaluation only. Rows of unequal length are padded on the left, so row b starts at column
+    start[b], or on the right, where later columns attend to nothing real. With document masks
+    start[b] is where the document of its last column starts. A forward pass calls `prepare` once
+    and `update` once per layer.
     """
 
     def __init__(
         self, config: Any, start: Tensor, capacity: int, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Allocate `capacity` columns (S) for len(start) rows; `start` (B,) int64 is on the model's device."""
-        self.start, self.length, self.layer, self.block_size = start, 0, 0, config.block_size
-        shape = (
-            config.n_layer,
-            2,
-            len(start),
-            kv_heads(config),
-            capacity,
-            config.n_embd // config.n_head,
-        )
+        """Allocate `capacity` columns (S) for len(start) rows; `start` is (B,) int64."""
+        self.start = start
+        self.length = 0  # columns in use
+        self.layer = 0  # the next layer to `update`
+        self.block_size = config.block_size
+        head_size = config.n_embd // config.n_head
+        shape = (config.n_layer, 2, len(start), kv_heads(config), capacity, head_size)
         self.columns = torch.empty(shape, dtype=dtype, device=start.device)  # (L, 2, B, nkv, S, hs)
 
     def prepare(self, idx: Tensor, token: int | None = None) -> None:
-        """Add T columns, of ids (B, T): set positions (B, T) and the mask (B, 1, T, S) of what each may attend to.
+        """Add T columns; set `positions` (B, T) and `mask` (B, 1, T, S), what each may attend to.
 
-        `token` is the id that begins a document (see `find_documents`); None: attention crosses
-        documents.
+        Args:
+            idx: (B, T) int64 token ids of the new columns.
+            token: the id that starts a document (see `find_documents`); None: attention crosses
+                documents.
         """
-        T, device = idx.shape[1], self.start.device
-        new = self.length + torch.arange(T, device=device)  # (T,)
-        old = torch.arange(self.length + T, device=device)  # (S,)
-        begins = self.start[:, None]  # (B, 1) or (B, T)
-        if token is not None:  # padding may hold it too, always before `start`
-            begins = torch.where(idx == token, new, 0).cummax(1).values.maximum(begins)
-            self.start = begins[:, -1]
-        self.positions = (new - begins).clamp(0, self.block_size - 1)  # only padding is clamped
-        real = old >= begins[..., None]  # (B, 1 or T, S)
-        # (T, S): padding attends to itself, since attention to nothing gives NaN
-        own = old == new[:, None]
-        self.mask = (real & (old <= new[:, None]) | own)[:, None]  # (B, 1, T, S)
-        self.length, self.layer = self.length + T, 0
+        T = idx.shape[1]
+        device = self.start.device
+        query = self.length + torch.arange(T, device=device)  # (T,) the new columns
+        key = torch.arange(self.length + T, device=device)  # (S,) all columns
+        start = self.start[:, None]  # (B, 1), or (B, T) with documents
+        if token is not None:
+            # padding may hold the token too, always before `self.start`
+            start = torch.where(idx == token, query, 0).cummax(1).values.maximum(start)
+            self.start = start[:, -1]
+        self.positions = (query - start).clamp(0, self.block_size - 1)  # only padding is clamped
+        is_real = key >= start[..., None]  # (B, 1 or T, S)
+        not_later = key <= query[:, None]  # (T, S)
+        # padding attends to itself: attention to nothing gives NaN
+        is_own = key == query[:, None]  # (T, S)
+        self.mask = (is_real & not_later | is_own)[:, None]  # (B, 1, T, S)
+        self.length += T
+        self.layer = 0
 
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Store the next layer's keys and values (B, nkv, T, hs) and return those of all columns, (B, nkv, S, hs)."""
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the next layer's keys and values.
+
+        Args:
+            k: (B, nkv, T, hs) keys of the new columns.
+            v: (B, nkv, T, hs) values of the new columns.
+
+        Returns:
+            Keys and values of all columns, (B, nkv, S, hs) each.
+        """
         first = self.length - k.shape[2]
-        layer = self.columns[self.layer]
-        layer[0, :, :, first : self.length], layer[1, :, :, first : self.length] = k, v
+        keys, values = self.columns[self.layer]
+        keys[:, :, first : self.length] = k
+        values[:, :, first : self.length] = v
         self.layer += 1
-        return layer[..., : self.length, :].unbind(0)
+        return keys[:, :, : self.length], values[:, :, : self.length]
 
 
 def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
@@ -132,15 +140,18 @@ def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
 
     Source: RoFormer (arXiv 2104.09864).
     """
-    T, half = x.shape[-2], x.shape[-1] // 2
-    # (hs/2,)
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    T = x.shape[-2]
+    half = x.shape[-1] // 2
+    pair = torch.arange(half, device=x.device, dtype=torch.float32)
+    frequency = base ** (-pair / half)  # (hs/2,)
     if positions is None:
         positions = torch.arange(T, device=x.device)
     angle = positions[..., None, :, None].float() * frequency  # (B, 1, T, hs/2) or (1, T, hs/2)
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
     a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return turned.to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -156,36 +167,45 @@ class Attention(nn.Module):
         self.n_kv_head = kv_heads(config)
         self.dropout = config.dropout
         self.rope_base = config.rope_base if config.pos == "rope" else None
-        # of queries, keys, values
-        self.widths = [config.n_embd, *[self.n_kv_head * self.head_size] * 2]
+        kv_width = self.n_kv_head * self.head_size
+        self.widths = [config.n_embd, kv_width, kv_width]  # of queries, keys, values
         self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
         self.q_norm = self.k_norm = None
-        if config.qk_norm != "off":
-            per_head = config.qk_norm == "head"
-            self.q_norm, self.k_norm = (
-                make_norm(config, self.head_size if per_head else w) for w in self.widths[:2]
-            )
+        if config.qk_norm == "head":
+            self.q_norm = make_norm(config, self.head_size)
+            self.k_norm = make_norm(config, self.head_size)
+        elif config.qk_norm == "all":
+            self.q_norm = make_norm(config, config.n_embd)
+            self.k_norm = make_norm(config, kv_width)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(
         self, x: Tensor, past: KVCache | None = None, documents: Documents | None = None
     ) -> Tensor:
         B, T, C = x.shape
-        given = documents if past is None else past
+        seen = documents if past is None else past  # positions and mask, None: a plain window
+        positions = None if seen is None else seen.positions
         q, k, v = self.qkv(x).split(self.widths, dim=-1)  # (B, T, nh·hs), twice (B, T, nkv·hs)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = normalize_heads(q, self.q_norm), normalize_heads(k, self.k_norm)
-        # (B, nh or nkv, T, hs)
-        q, k, v = (t.view(B, T, -1, self.head_size).transpose(1, 2) for t in (q, k, v))
+            q = normalize_heads(q, self.q_norm)
+            k = normalize_heads(k, self.k_norm)
+        q = self._split_heads(q)  # (B, nh, T, hs)
+        k = self._split_heads(k)  # (B, nkv, T, hs)
+        v = self._split_heads(v)
         if self.rope_base:
-            positions = None if given is None else given.positions
-            q, k = rotate(q, self.rope_base, positions), rotate(k, self.rope_base, positions)
-        dropout = self.dropout if past is None and self.training else 0.0
+            q = rotate(q, self.rope_base, positions)
+            k = rotate(k, self.rope_base, positions)
         if past is not None:
             k, v = past.update(k, v)
-        y = attend(q, k, v, None if given is None else given.mask, dropout)
+        mask = None if seen is None else seen.mask
+        dropout = self.dropout if past is None and self.training else 0.0
+        y = attend(q, k, v, mask, dropout)  # (B, nh, T, hs)
         y = self.proj(y.transpose(1, 2).reshape(B, T, C))  # heads side by side
         return F.dropout(y, self.dropout, self.training)
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        return x.view(B, T, -1, self.head_size).transpose(1, 2)  # (B, heads, T, hs)
 
 
 def attend(
@@ -197,37 +217,44 @@ def attend(
         q: (B, nh, T, hs) queries.
         k: (B, nkv, S, hs) keys.
         v: (B, nkv, S, hs) values.
-        mask: what each query sees, (B, 1, T, S) bool or added to scores, or as blocks; None: no
-            later position.
+        mask: the keys that each query sees, (B, 1, T, S) bool or added to scores, or a BlockMask;
+            None: all up to the query's own position.
         dropout: of probabilities; flex_attention has none.
     """
     groups = q.shape[1] // k.shape[1]
     if isinstance(mask, BlockMask):
-        # inductor's kernel for CPUs reads values with the keys' strides
-        q, k, v = (t.contiguous() for t in (q, k, v))
+        # inductor's CPU kernel reads values with the keys' strides
+        q = q.contiguous()
+        k = k.contiguous()
+        v = v.contiguous()
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=groups > 1)
-    if groups > 1 and not reads_groups(q, mask):
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (B, nh, T or S, hs)
-    shared = k.shape[1] < q.shape[1]
+    shares_keys = groups > 1 and can_share_keys(q, mask)
+    if groups > 1 and not shares_keys:
+        k = k.repeat_interleave(groups, 1)  # (B, nh, S, hs)
+        v = v.repeat_interleave(groups, 1)
     return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=shared
+        q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=shares_keys
     )
 
 
-def reads_groups(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether a fused kernel shares keys between heads.
+def can_share_keys(q: Tensor, mask: Tensor | None) -> bool:
+    """True if a fused kernel reads keys that several heads share.
 
-    CUDA's for masks and for float32 do not: torch keeps scores.
+    CUDA's kernels for masks and for float32 do not: torch then keeps all scores.
     """
     return not q.is_cuda or (mask is None and q.dtype != torch.float32)
 
 
 def normalize_heads(x: Tensor, norm: nn.Module) -> Tensor:
-    """Norm of queries or keys (B, T, heads·hs), of each head or of all as the norm is wide, in its weight's dtype."""
+    """Normalise queries or keys (B, T, heads·hs) in the norm's dtype, over groups of its width.
+
+    A norm of width hs is per head, a wider one over all heads.
+    """
     weight = norm.get_parameter("weight")
-    return norm(x.to(weight.dtype).unflatten(-1, (-1, len(weight)))).flatten(-2).to(x.dtype)
+    groups = x.to(weight.dtype).unflatten(-1, (-1, len(weight)))
+    return norm(groups).flatten(-2).to(x.dtype)
 
 
 def kv_heads(config: Any) -> int:
-    """The heads of keys and values: model.n_kv_head, or as many as of queries where that is 0."""
+    """Number of heads of keys and values: model.n_kv_head, or n_head where that is 0."""
     return config.n_kv_head or config.n_head

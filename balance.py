@@ -63,14 +63,14 @@ LAYER_METRICS = {
 
 
 def expert_loads(experts: Tensor, n_expert: int) -> Tensor:
-    """Count the tokens that chose each expert: experts (..., N, K) int64 -> (..., E) int64."""
+    """Tokens that chose each expert: experts (..., N, K) int64 -> (..., E) int64."""
     flat = experts.flatten(-2)
     loads = torch.zeros(*flat.shape[:-1], n_expert, dtype=torch.int64, device=flat.device)
     return loads.scatter_add_(-1, flat, torch.ones_like(flat))
 
 
 def token_distribution(routing: Routing) -> Tensor:
-    """Normalise the routing scores, negative ones set to 0, to sum to 1 per token: (N, E).
+    """The routing scores, negative ones set to 0, normalised to sum to 1 per token: (N, E).
 
     For softmax these are its probabilities.
     """
@@ -141,12 +141,12 @@ def z_loss(routing: Routing) -> Tensor:
 
 @torch.no_grad()
 def update_selection_bias(selection_bias: Tensor, loads: Tensor, rate: float | Tensor) -> None:
-    """Once per optimizer step, in place: β_e += rate · sign(mean load - load of e).
+    """Move β in place, once per optimizer step: β_e += rate · sign(mean load - load of e).
 
     Args:
         selection_bias: (E,) β of one router.
         loads: (E,) tokens per expert, summed over all tokens of the step on all ranks.
-        rate: step size, `train.bias_update_rate`; a 0-d tensor to skip the step on the device.
+        rate: step size, `train.bias_update_rate`; a 0-d tensor if the device decides to skip it.
 
     Source: DeepSeek-V3 (arXiv 2412.19437), Sec. 2.1.2.
     """
@@ -154,59 +154,90 @@ def update_selection_bias(selection_bias: Tensor, loads: Tensor, rate: float | T
     selection_bias.add_(rate * torch.sign(loads.mean() - loads))
 
 
-def squash(margins: Tensor, span: Tensor) -> Tensor:
-    """Margins of at most `span` (0-d), or of any size if that is inf, as numbers in [-1, 1]."""
-    return torch.where(span.isinf(), margins / (1 + margins.abs()), margins / span)
+# ---- quantile balancing
+def margins_to_edges(margins: Tensor, span: Tensor) -> Tensor:
+    """Map margins to positions in [-1, 1] on the axis of `count_margins`' bins.
+
+    The map is a cube root, steepest at 0, where the margins of balanced experts end: in 1,000 even
+    bins, all margins of softmax over hundreds of experts would share one.
+
+    Args:
+        margins: any shape, of absolute value at most `span`.
+        span: (); inf where scores have no bounds: margins m then count as m / (1 + |m|).
+    """
+    unbounded = margins / (1 + margins.abs())
+    fraction = torch.where(span.isinf(), unbounded, margins / span)
+    return fraction.sign() * fraction.abs() ** (1 / 3)
 
 
-def unsquash(x: Tensor, span: Tensor) -> Tensor:
-    """The margins that `squash` makes x of."""
-    return torch.where(span.isinf(), x / (1 - x.abs()), x * span)
+def edges_to_margins(edges: Tensor, span: Tensor) -> Tensor:
+    """Inverse of `margins_to_edges`."""
+    fraction = edges**3
+    return torch.where(span.isinf(), fraction / (1 - fraction.abs()), fraction * span)
+
+
+def margin_span(selection_bias: Tensor, score_range: float) -> Tensor:
+    """The largest possible margin, (): two scores + β differ by at most this."""
+    return score_range + (selection_bias.amax() - selection_bias.amin())
 
 
 @torch.no_grad()
-def count_margins(scores: Tensor, selection_bias: Tensor, top_k: int, reach: float) -> Tensor:
-    """Histograms (E, MARGIN_BINS) int64 of the margins by which tokens miss experts.
+def count_margins(scores: Tensor, selection_bias: Tensor, top_k: int, score_range: float) -> Tensor:
+    """Histograms of the margins by which tokens miss experts, for `solve_selection_bias`.
 
-    A token's margins are α - (s + β), where α is its (K+1)-th largest s + β: it is an expert's if
-    the margin is negative. Bins span ±(reach + max β - min β), beyond which no margin lies; if
-    scores have no bounds (reach is inf), they span the margins m as m / (1 + |m|). Their edges are
-    the cubes of even steps, finest at 0, where the margins of balanced experts end: in 1,000 even
-    bins, those of softmax over hundreds of experts share one.
+    A token's margin to an expert is α - (s + β), where α is the token's (K+1)-th largest s + β. The
+    token chooses the experts with a negative margin.
 
     Args:
         scores: (N, E), of any part of a step: counts of parts add up.
         selection_bias: (E,) β that experts were chosen with.
         top_k: K < E.
-        reach: of the scores, `RouterSpec.reach`; inf if they have no bounds.
+        score_range: `RouterSpec.score_range` of the scores.
+
+    Returns:
+        (E, MARGIN_BINS) int64.
     """
-    n_expert, shifted = len(selection_bias), scores + selection_bias
-    margins = shifted.topk(top_k + 1, dim=-1).values[:, -1:] - shifted  # (N, E)
-    margins = squash(margins, reach + selection_bias.amax() - selection_bias.amin())  # in [-1, 1]
-    place = margins.sign() * margins.abs() ** (1 / 3)
-    bins = ((place + 1) * (MARGIN_BINS / 2)).long().clamp(0, MARGIN_BINS - 1)
-    bins = bins + MARGIN_BINS * torch.arange(n_expert, device=bins.device)
-    return expert_loads(bins, n_expert * MARGIN_BINS).view(n_expert, MARGIN_BINS)
+    n_expert = len(selection_bias)
+    shifted = scores + selection_bias  # (N, E)
+    threshold = shifted.topk(top_k + 1, dim=-1).values[:, -1:]  # (N, 1) α
+    margins = threshold - shifted  # (N, E)
+    edges = margins_to_edges(margins, margin_span(selection_bias, score_range))
+    bins = ((edges + 1) * (MARGIN_BINS / 2)).long().clamp(0, MARGIN_BINS - 1)
+    first_bin = MARGIN_BINS * torch.arange(n_expert, device=bins.device)  # of each expert
+    counts = expert_loads(bins + first_bin, n_expert * MARGIN_BINS)
+    return counts.view(n_expert, MARGIN_BINS)
 
 
 @torch.no_grad()
 def solve_selection_bias(
-    selection_bias: Tensor, margins: Tensor, top_k: int, reach: float
+    selection_bias: Tensor, margins: Tensor, top_k: int, score_range: float
 ) -> Tensor:
-    """The β (E,), of mean 0, under which an expert would have had K/E of a step's tokens, were other β as they are.
+    """The selection bias that would have balanced a step, each expert's with the others' unchanged.
 
-    It is the K/E quantile of margin + β, interpolated within a bin. `margins` (E, MARGIN_BINS) are
-    sums over the step's tokens on all ranks; the other arguments are those of `count_margins`.
+    An expert would have had K/E of the tokens if its β were higher by the K/E quantile of its
+    margins, which is interpolated within a bin.
+
+    Args:
+        selection_bias: (E,) β that experts were chosen with.
+        margins: (E, MARGIN_BINS) int64, `count_margins` summed over the step's tokens on all ranks.
+        top_k: K < E.
+        score_range: as for `count_margins`.
+
+    Returns:
+        (E,) new β, of mean 0.
 
     Source: Quantile Balancing (kexue.fm/archives/11619); histograms as in Kimi K3's report, App. D.
     """
-    n_expert, counts, old = len(selection_bias), margins.long(), selection_bias.double()
-    below = counts.cumsum(-1)  # (E, bins); of integers, so exact and deterministic on a GPU, too
-    wanted = top_k * below[:, -1:]  # times E, an integer
-    # (E, 1) first bin with enough tokens up to its end
-    at = (below * n_expert < wanted).sum(-1, keepdim=True)
-    inside = counts.gather(-1, at)
-    place = at + 1 - (below.gather(-1, at) - wanted.double() / n_expert) / inside
-    edge = (2 * place[:, 0] / MARGIN_BINS - 1) ** 3
-    new = old + unsquash(edge, reach + old.amax() - old.amin())
+    n_expert = len(selection_bias)
+    beta = selection_bias.double()
+    counts = margins.long()  # integers: their sums are exact, and deterministic on a GPU
+    tokens_up_to_bin = counts.cumsum(-1)  # (E, bins)
+    tokens = tokens_up_to_bin[:, -1:]  # (E, 1)
+    is_below_target = tokens_up_to_bin * n_expert < top_k * tokens
+    target = (top_k * tokens).double() / n_expert  # (E, 1) K/E of the tokens
+    bin_of_target = is_below_target.sum(-1, keepdim=True)  # (E, 1)
+    overshoot = tokens_up_to_bin.gather(-1, bin_of_target) - target
+    quantile_in_bins = bin_of_target + 1 - overshoot / counts.gather(-1, bin_of_target)
+    edge = 2 * quantile_in_bins[:, 0] / MARGIN_BINS - 1
+    new = beta + edges_to_margins(edge, margin_span(beta, score_range))
     return (new - new.mean()).to(selection_bias.dtype)

@@ -1,14 +1,12 @@
-"""The initial norm √E‖g‖² of a router's gates, and the factor on them that gives another (model.gate_norm).
+"""The initial norm √E‖g‖² of a router's gates, and the factor that sets it (model.gate_norm).
 
 A router's form sets the size of its gates at initialisation, over a 20-fold range, and with it the
-size of the MoE's output. Routers compare at equal size if all begin at one norm.
+size of the MoE's output. With model.gate_norm all routers start at one norm.
 
 Logits of a fresh router are N(0, τ²) and independent over draws of W, with τ = init_std ·
-router_init_ratio · √n_embd for the input that LayerNorm or RMSNorm leaves, of squared length n_embd
-(where model.norm_eps is small beside the variance before it). Then E Σ gⁿ is an integral for most
-routers (common/quadrature.py).
-
-Relative errors of quadrature are below 1e-4 (tests/test_theory.py). Other routers are sampled.
+router_init_ratio · √n_embd: LayerNorm or RMSNorm leaves inputs of squared length n_embd (where
+model.norm_eps is small relative to the variance before it). Then E Σ gⁿ is an integral for most
+routers (common/quadrature.py). Other routers are sampled.
 """
 
 import math
@@ -25,20 +23,20 @@ from router import ROUTERS, Router, RouterSpec, find_spec, monte_carlo_scale
 
 Array = np.ndarray
 
-RELU = Z.clip(0)
-
-# The gates of a router without norms, as functions of the logit
+# Gates of routers without a norm, as functions of the logit
 ELEMENTWISE: dict[str, Callable[[Array], Array]] = {
     "sigmoid": lambda s: (1 + np.tanh(s / 2)) / 2,
     "tanh": np.tanh,
 }
-NUMERATORS = {"kern": RELU, "kern-norelu": Z}  # of gates divided by the l2 norm of all logits
+# Gates of routers that divide by the l2 norm of all logits, before that division, on the grid Z
+NUMERATORS = {"kern": Z.clip(0), "kern-norelu": Z}
 
 
 def gate_scale(config: ModelConfig) -> float:
-    """The factor on the gates of `config`'s router: model.gate_scale, or what sets √E‖g‖² to model.gate_norm.
+    """The factor on the gates of `config`'s router.
 
-    Seven digits, so that processors that round differently have the same.
+    It is model.gate_scale or, with model.gate_norm, the factor that sets √E‖g‖² to it, in seven
+    digits: processors that round differently get the same.
     """
     spec = find_spec(config.router)
     if spec is None or not config.gate_norm:
@@ -52,7 +50,10 @@ def gate_scale(config: ModelConfig) -> float:
 
 
 def expected_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float) -> float:
-    """E Σ g² of a fresh router with c = 1 and logits N(0, τ²): exact where there is a formula, else sampled."""
+    """E Σ g² of a fresh router with c = 1 and logits N(0, τ²).
+
+    By quadrature where there is a formula, else sampled.
+    """
     form = replace(spec, c=1.0, gamma=False, bias=False)  # γ is initialised at 1, b at 0
     if tau > 6:  # the quadrature's grid is too coarse, and e^9τ overflows in the end
         return sample_square(form, n_expert, top_k, tau)
@@ -72,23 +73,28 @@ def expected_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float) -> 
 def sample_square(
     spec: RouterSpec, n_expert: int, top_k: int, tau: float, precision: float = 1e-3
 ) -> float:
-    """Estimate E Σ g² of `spec` for logits N(0, τ²), to a standard error of `precision` times the mean.
+    """Estimate E Σ g² of `spec` for logits N(0, τ²). Seeded: each call gives the same.
 
-    Half of that in the norm. Seeded: each call gives the same.
+    The standard error is `precision` times the mean, so half of that in the norm.
     """
-    # the model's own weights are drawn as without it
+    # building a router must not change the random numbers that the model's weights get
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         router = Router(n_expert, n_expert, top_k, spec)
         router.weight.copy_(torch.eye(n_expert))
     generator = torch.Generator().manual_seed(0)
-    count, total, of_squares = 0, 0.0, 0.0
+    n_token = 2**20 // n_expert + 1  # per round, to bound the memory
+    count = 0
+    total = 0.0
+    total_of_squares = 0.0
     while True:
-        z = torch.randn(2**20 // n_expert + 1, n_expert, generator=generator, device="cpu")
-        squares = router(tau * z).weights.double().square().sum(-1)
-        count, total = count + len(z), total + squares.sum().item()
-        of_squares += squares.square().sum().item()
+        z = torch.randn(n_token, n_expert, generator=generator, device="cpu")
+        squares = router(tau * z).weights.double().square().sum(-1)  # (n_token,) Σ g²
+        count += n_token
+        total += squares.sum().item()
+        total_of_squares += squares.square().sum().item()
         mean = total / count
-        if math.sqrt(max(of_squares / count - mean**2, 0) / count) <= precision * mean:
+        variance = max(total_of_squares / count - mean**2, 0)
+        if math.sqrt(variance / count) <= precision * mean:
             return mean
 
 
@@ -101,5 +107,5 @@ def gate_sum(router: str, n_expert: int, top_k: int, tau: float, power: int = 1)
         return top_sum(ELEMENTWISE[router](tau * Z) ** power, n_expert, top_k)
     if router == "softmax":
         return softmax_moments(n_expert, top_k, tau)[power - 1]
-    # fact 2 of common/quadrature.py
+    # fact 2 of common/quadrature.py: direction and length are independent
     return top_sum(NUMERATORS[router] ** power, n_expert, top_k) / mean_norm(n_expert, power)

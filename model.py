@@ -1,4 +1,4 @@
-"""The GPT of the paper: decoder-only, pre-norm, with a dense MLP or a mixture of experts (MoE) in every block.
+"""The paper's GPT: decoder-only, pre-norm, a dense MLP or a mixture of experts in every block.
 
 The paper leaves most of the architecture open; docs/paper.md lists each choice made here. Shapes in
 comments: B sequences, T positions, C = n_embd, nh heads of size hs, N = B·T tokens, E experts, K =
@@ -28,13 +28,12 @@ from router import Router, Routing, find_spec, hash_table
 
 
 class Output(NamedTuple):
-    """What a forward pass of GPT returns."""
+    """Output of GPT.forward."""
 
-    logits: Tensor | None  # (B, 1, V) of the last position; None if there were targets
+    logits: Tensor | None  # (B, 1, V) at the last position; None with targets
     loss: Tensor | None  # () cross-entropy alone, nats per token; None without targets
     stats: Stats
-    # (B,) mean cross-entropy of each sequence, without gradient; None without targets
-    losses: Tensor | None
+    losses: Tensor | None  # (B,) mean cross-entropy of each sequence, no gradient; None as `loss`
 
 
 class MLP(nn.Module):
@@ -45,18 +44,20 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, n: int, bias: bool) -> None:
         super().__init__()
-        self.hidden, self.activation = n * config.expert_hidden, config.activation
+        self.hidden = n * config.expert_hidden
+        self.activation = config.activation
         self.w_in = nn.Linear(config.n_embd, (1 + config.gated) * self.hidden, bias=bias)
         self.w_out = nn.Linear(self.hidden, config.n_embd, bias=bias)
 
     def forward(self, x: Tensor, *_: Any) -> tuple[Tensor, None]:
-        return self.w_out(activate(self.w_in(x), self.hidden, self.activation)[0]), None
+        hidden = activate(self.w_in(x), self.hidden, self.activation)[0]
+        return self.w_out(hidden), None
 
 
 class Experts(nn.Module):
     """E MLPs as two stacked tensors.
 
-    As separate parameters, an idle expert's would get no gradient and stall DDP.
+    Were they separate parameters, an idle expert's would get no gradient and stall DDP.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -64,9 +65,11 @@ class Experts(nn.Module):
         E, C, H = config.n_expert, config.n_embd, config.expert_hidden
         self.w_in = nn.Parameter(torch.empty(E, C, (1 + config.gated) * H))
         self.w_out = nn.Parameter(torch.empty(E, H, C))
-        self.backend, self.activation = config.backend, config.activation
-        # of the weights in autocast's dtype, see GPT.cast_once
-        self.copies: tuple[Tensor, Tensor] | None = None
+        self.backend = config.backend
+        self.activation = config.activation
+        self.copies: tuple[Tensor, Tensor] | None = (
+            None  # w_in and w_out as GPT.cast_once cast them
+        )
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return expert_mlp(
@@ -77,32 +80,37 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Mixture of experts, paper eq. 5: Σ_m g_m(x) E_m(x) over the K experts the router chose.
 
-    No token is dropped.
-
-    Shared experts add their output to every token's, without a gate (DeepSeekMoE, arXiv
-    2401.06066). In a hash layer the token's id chooses the experts.
+    No token is dropped. Shared experts add their output to every token's, without a gate
+    (DeepSeekMoE, arXiv 2401.06066). In a hash layer the token's id chooses the experts.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        spec, sizes = find_spec(config.router), (config.n_expert, config.top_k)
+        spec = find_spec(config.router)
         assert spec is not None, "a dense model has no MoE"
-        hashed = layer < config.n_dense_layer + config.n_hash_layer
-        table = hash_table(config.vocab_size, *sizes, seed=layer) if hashed else None
-        self.router = Router(config.n_embd, *sizes, spec, gate_scale(config), table)
+        E, K = config.n_expert, config.top_k
+        table = None
+        if layer < config.n_dense_layer + config.n_hash_layer:
+            table = hash_table(config.vocab_size, E, K, seed=layer)
+        self.router = Router(config.n_embd, E, K, spec, gate_scale(config), table)
         self.router.fused = partial(route, backend=config.backend)
         self.router.linear = partial(linear, backend=config.backend)
         self.counts_margins = False  # in training, for train.bias_update = "quantile"
         self.experts = Experts(config)
-        self.shared = (
-            MLP(config, config.n_shared_expert, bias=False) if config.n_shared_expert else None
-        )
+        self.shared = None
+        if config.n_shared_expert:
+            self.shared = MLP(config, config.n_shared_expert, bias=False)
 
     def forward(self, x: Tensor, exact: Tensor | None, idx: Tensor) -> tuple[Tensor, Stats]:
-        """Return the output (N, C) and the Stats of this layer, without their dimension L.
+        """Compute the layer's output, and its Stats without their dimension L.
 
-        x (B, T, C) is the input, `exact` the same in float32 if autocast has rounded it; idx (B, T)
-        token ids.
+        Args:
+            x: (B, T, C) input.
+            exact: x in float32 if autocast has rounded it, else None.
+            idx: (B, T) int64 token ids.
+
+        Returns:
+            The output (N, C), and Stats.
         """
         tokens = x.flatten(0, 1)  # (N, C)
         unrounded = tokens if exact is None else exact.flatten(0, 1)
@@ -120,22 +128,22 @@ class MoE(nn.Module):
             if not (self.counts_margins and self.training):
                 return stats
             router = self.router
-            margins = count_margins(
-                routing.scores, router.selection_bias, router.top_k, router.spec.reach
-            )
+            bounds = router.spec.score_range
+            margins = count_margins(routing.scores, router.selection_bias, router.top_k, bounds)
             return stats._replace(margins=margins)
 
 
 class Block(nn.Module):
     """One transformer layer: x + attention(norm(x)), then x + MLP(norm(x)) or x + MoE(norm(x)).
 
-    Each sum is left to the norm that comes next, so that x is read once for both: a block takes and
-    returns x and the output y that is still to be added to it.
+    Each residual sum is fused with the next norm, which then reads x once. So a block returns
+    (x, y), and the next block computes x + y.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.dense, self.backend = layer < dense_layers(config), config.backend
+        self.dense = layer < dense_layers(config)
+        self.backend = config.backend
         self.ln_1 = make_norm(config, config.n_embd)
         self.attn = Attention(config)
         self.ln_2 = make_norm(config, config.n_embd)
@@ -154,9 +162,8 @@ class Block(nn.Module):
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor, Stats | None]:
         if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(
-                self._forward, add(x, y), None, idx, None, documents, use_reentrant=False
-            )
+            x = add(x, y)
+            return checkpoint(self._forward, x, None, idx, None, documents, use_reentrant=False)
         return self._forward(x, y, idx, past, documents)
 
     def _forward(
@@ -180,9 +187,9 @@ class GPT(nn.Module):
     `config` may be any object with the attributes of `configure.schema.Model`.
 
     Attributes:
-        document_token: the id that begins a document of its own (data.document_mask); None:
-            attention crosses them.
-        compiled: whether its blocks are (`parallel.compile_blocks`).
+        document_token: the id that starts a document (data.document_mask); None: attention crosses
+            documents.
+        compiled: True if `parallel.compile_blocks` has compiled the blocks.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -191,16 +198,14 @@ class GPT(nn.Module):
         self.document_token: int | None = None
         self.compiled = False
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = (
-            nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
-        )
+        self.wpe = None
+        if config.pos == "learned":
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.ln_f = make_norm(config, config.n_embd)
-        self.lm_head = (
-            None
-            if config.tie_embeddings
-            else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        )
+        self.lm_head = None
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.init_weights()
 
     @torch.no_grad()
@@ -239,9 +244,8 @@ class GPT(nn.Module):
             logits = self.logits(x[:, [-1]])  # (B, 1, V)
         else:
             x = self.ln_f(x).flatten(0, 1)  # (N, C)
-            loss, losses = linear_cross_entropy(
-                x, self.head, targets.flatten(), self.config.backend
-            )
+            targets = targets.flatten()  # (N,)
+            loss, losses = linear_cross_entropy(x, self.head, targets, self.config.backend)
             losses = losses.view(idx.shape).mean(1)
         return Output(logits, loss, stack_stats(layers, idx.device), losses)
 
@@ -249,59 +253,68 @@ class GPT(nn.Module):
     def cast_once(
         self, dtype: torch.dtype, copies: Mapping[Tensor, Tensor] | None = None
     ) -> Iterator[None]:
-        """Let all passes under autocast to `dtype` share one copy of each expert's weights, which must not change.
+        """Let all passes under autocast to `dtype` share one copy of each expert's weights.
 
-        Those in `copies`, {weight: copy}, are there already.
+        The weights must not change meanwhile.
+
+        Args:
+            dtype: autocast's.
+            copies: copies in `dtype` by weight. Weights listed here are not copied again.
         """
-        experts = [module for module in self.modules() if isinstance(module, Experts)]
-        for e in experts:
-            w_in, w_out = (
-                copies[w] if copies and w in copies else w.detach().to(dtype)
-                for w in (e.w_in, e.w_out)
-            )
-            e.copies = w_in, w_out
+
+        def find_copy(weight: Tensor) -> Tensor:
+            if copies and weight in copies:
+                return copies[weight]
+            return weight.detach().to(dtype)
+
+        layers = [module for module in self.modules() if isinstance(module, Experts)]
+        for experts in layers:
+            experts.copies = (find_copy(experts.w_in), find_copy(experts.w_out))
         try:
             yield
         finally:
-            for e in experts:
-                e.copies = None
+            for experts in layers:
+                experts.copies = None
 
     def hidden(self, idx: Tensor, past: KVCache | None = None) -> tuple[Tensor, list[Stats | None]]:
-        """Return the residual stream (B, T, C) after the last block, before ln_f, and the Stats of each block."""
+        """The residual stream (B, T, C) before ln_f, and the Stats of each block."""
         T = idx.shape[1]
         if T > self.config.block_size:
             raise ValueError(
                 f"{T} tokens are more than the model's block_size of {self.config.block_size}"
             )
-        if past is not None:
+        if past is None:
+            documents = self.find_documents(idx, self.compiled)
+            seen = documents
+        else:
             past.prepare(idx, self.document_token)
-        documents = self.find_documents(idx, self.compiled) if past is None else None
-        given = documents if past is None else past
+            documents = None
+            seen = past
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe(
-                torch.arange(T, device=idx.device) if given is None else given.positions
-            )
+            positions = torch.arange(T, device=idx.device) if seen is None else seen.positions
+            x = x + self.wpe(positions)
         x = F.dropout(x, self.config.dropout, self.training)
-        y, layers = None, []
+        y = None
+        layers = []
         for block in self.blocks:
             x, y, stats = block(x, y, idx, past, documents)
             layers.append(stats)
         return add(x, y), layers
 
     def find_documents(self, idx: Tensor, compiled: bool) -> Documents | None:
-        """The documents of windows (B, T), for blocks that are compiled or not; None if attention crosses them."""
+        """The documents of windows (B, T); None if attention crosses them.
+
+        `compiled` is for blocks that torch.compile has compiled: on a GPU they use a BlockMask.
+        """
         if self.document_token is None:
             return None
         device = idx.device.type
-        dtype = (
-            torch.get_autocast_dtype(device)
-            if torch.is_autocast_enabled(device)
-            else self.wte.weight.dtype
-        )
-        return find_documents(
-            idx, self.document_token, dtype, compiled and idx.is_cuda and not self.config.dropout
-        )
+        dtype = self.wte.weight.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        blocks = compiled and idx.is_cuda and not self.config.dropout
+        return find_documents(idx, self.document_token, dtype, blocks)
 
     @property
     def head(self) -> Tensor:
@@ -314,12 +327,12 @@ class GPT(nn.Module):
 
 
 def dense_layers(config: ModelConfig) -> int:
-    """The number of layers without experts, which are the first: all of a dense model."""
+    """The number of layers without experts, which are the first ones; all of a dense model."""
     return config.n_layer if find_spec(config.router) is None else config.n_dense_layer
 
 
 def stack_stats(layers: list[Stats | None], device: torch.device) -> Stats:
-    """Stack the Stats of the layers with experts to one with a row for each; no rows if all layers are dense."""
+    """The Stats of the layers with experts, stacked to one row a layer; no rows without experts."""
     rows = [stats for stats in layers if stats is not None]
     if not rows:
         loads = torch.zeros(0, 0, 0, dtype=torch.int64, device=device)
@@ -345,31 +358,32 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     A tied embedding counts once.
     """
     shapes = parameter_shapes(config)
-    return sum(map(math.prod, shapes.values())), sum(count_active(config, shapes).values())
+    total = sum(math.prod(shape) for shape in shapes.values())
+    return total, count_active(config, shapes)
 
 
-def count_active(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """Elements of each of the model's parameters that act on a token: all, but only K of E experts."""
-    return {
-        name: math.prod(shape) // shape[0] * config.top_k
-        if ".experts." in name
-        else math.prod(shape)
-        for name, shape in shapes.items()
-    }
+def count_active(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Parameters among `shapes` that act on a token: all, but K of E experts."""
+    active = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        if ".experts." in name:
+            size = size // config.n_expert * config.top_k
+        active += size
+    return active
 
 
 def flops_per_token(config: ModelConfig) -> int:
-    """Floating-point operations of one training step per token, as in PaLM (arXiv 2204.02311, App.
-
-    B).
+    """Floating-point operations of one training step per token.
 
     6 per active matrix weight (2 forward, 4 backward), including the LM head but not embedding
     look-ups, and 12·L·T·C for attention, without halving it for causality.
+
+    Source: PaLM (arXiv 2204.02311), App. B.
     """
-    shapes = {
-        name: shape
-        for name, shape in parameter_shapes(config).items()
-        if len(shape) > 1 and name.startswith("blocks.")
-    }
-    weights = sum(count_active(config, shapes).values()) + config.vocab_size * config.n_embd
+    matrices = {}
+    for name, shape in parameter_shapes(config).items():
+        if name.startswith("blocks.") and len(shape) > 1:
+            matrices[name] = shape
+    weights = count_active(config, matrices) + config.vocab_size * config.n_embd
     return 6 * weights + 12 * config.n_layer * config.block_size * config.n_embd

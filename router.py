@@ -44,7 +44,8 @@ class RouterSpec:
     """One router as data: the terms of the formula above.
 
     A norm is over `all` E logits or over the `topk` chosen ones. With `pre` over topk, experts are
-    chosen by their raw logits. c is a number, or "monte_carlo" for `monte_carlo_scale`.
+    chosen by their raw logits, and `post` cannot be over all. c is a number, or "monte_carlo" for
+    `monte_carlo_scale`.
 
     Raises:
         ValueError: an unknown φ or norm, or a combination that has no meaning.
@@ -65,31 +66,44 @@ class RouterSpec:
                 raise ValueError(f"norm {norm!r} is not one of: {'; '.join(NORMS)}")
         if "exp" in self.phi and self.post == "none":
             raise ValueError(f"phi {self.phi!r} is computed up to a factor and needs a post norm")
+        if self.pre.endswith("topk") and self.post.endswith("all"):
+            raise ValueError(
+                f"pre {self.pre!r} leaves only the chosen experts, so post {self.post!r} has no "
+                f"meaning; take post={self.post[:2]} over topk"
+            )
         if self.c == "monte_carlo" and (self.phi, self.pre) != ("relu", "l2 over all"):
             raise ValueError(
                 "c = 'monte_carlo' is the constant of phi 'relu' after pre 'l2 over all'"
             )
 
     def has_gradient(self, top_k: int) -> bool:
-        """Return False if gates are constant: a norm over one chosen expert leaves only the sign."""
+        """False if gates are constant: a norm over one chosen expert leaves only the sign."""
         return top_k > 1 or not any("topk" in norm for norm in (self.pre, self.post))
 
     @property
+    def chooses_by_logits(self) -> bool:
+        """True if experts are chosen by raw logits, and only the chosen ones are normalized."""
+        return self.pre.endswith("topk")
+
+    @property
     def ignores_shift(self) -> bool:
-        """Whether a number added to all logits of a token changes nothing: φ subtracts the largest first."""
+        """True if a number added to all logits changes nothing: φ subtracts a token's largest."""
         return "exp" in self.phi and self.pre == "none"
 
     @property
-    def reach(self) -> float:
-        """How far apart two scores that experts are chosen by can be; inf if they have no bounds."""
-        if self.pre.endswith("topk"):  # they are raw logits
+    def score_range(self) -> float:
+        """The largest possible difference of two scores; inf if scores have no bounds."""
+        if self.chooses_by_logits:
             return math.inf
-        if self.post.endswith("all") or self.phi in ("exp", "sqrtexp", "sigmoid", "tanh"):
-            return 2.0 if self.phi in ("identity", "tanh") else 1.0
+        bounded = self.phi in ("exp", "sqrtexp", "sigmoid", "tanh")
+        if bounded or self.post.endswith("all"):
+            has_negative_scores = self.phi in ("identity", "tanh")
+            return 2.0 if has_negative_scores else 1.0
         if self.pre == "none":
             return math.inf
-        low, high = PHI[self.phi](torch.tensor([-1.0, 1.0], device="cpu")).tolist()  # every φ rises
-        return high - low
+        ends = torch.tensor([-1.0, 1.0], device="cpu")  # of a normalized logit; every φ rises
+        lowest, highest = PHI[self.phi](ends).tolist()
+        return highest - lowest
 
 
 KERN = RouterSpec("relu", pre="l2 over all", gamma=True, bias=True)
@@ -125,7 +139,7 @@ def find_spec(router: str) -> RouterSpec | None:
     A formula is φ and, after commas, the terms that differ from RouterSpec's defaults.
 
     Raises:
-        ValueError: it is neither, or the formula has no meaning.
+        ValueError: `router` is neither a name nor a formula, or the formula has no meaning.
     """
     if router in ROUTERS:
         return ROUTERS[router]
@@ -155,14 +169,13 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # as F.linear
 
 
 class Routing(NamedTuple):
-    """What a router decides for N tokens. All but `experts` in fp32 (fp64 for fp64 inputs)."""
+    """A router's decision for N tokens. All but `experts` are fp32 (fp64 for fp64 inputs)."""
 
     weights: Tensor  # (N, K) gates of the chosen experts
     experts: Tensor  # (N, K) int64, distinct per token, by descending score or as in the hash table
-    # (N, E) scores that experts are chosen by, before c, γ and β; no gradient if `fused` made them
-    scores: Tensor
+    scores: Tensor  # (N, E) experts are chosen by scores + β; no gradient if `fused` computed them
     logits: Tensor  # (N, E) W x + b
-    # the fields of `balance.Stats` but margins, where `fused` has computed them, too
+    # fields of `balance.Stats` without margins, if `fused` computed them
     stats: tuple[Tensor, ...] | None = None
 
 
@@ -190,10 +203,16 @@ class Router(nn.Module):
         gate_scale: float = 1.0,
         table: Tensor | None = None,
     ) -> None:
-        """Build a router of `spec`; `gate_scale` multiplies c, to control the initial scale of the gates.
+        """Build a router of `spec`.
 
-        `table`, a `hash_table`, makes it a hash layer's: scores give the gates, and the token's id
-        chooses the experts.
+        Args:
+            n_embd: C.
+            n_expert: E.
+            top_k: K.
+            spec: terms of the formula.
+            gate_scale: multiplies c, to control the initial scale of the gates.
+            table: (V, K) int64, see `hash_table`: each token's id then chooses its experts, and
+                scores only give the gates.
 
         Raises:
             ValueError: top_k is not between 1 and n_expert.
@@ -211,76 +230,95 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(n_expert)) if spec.bias else None
         self.gamma = nn.Parameter(torch.ones(1)) if spec.gamma else None
-        c = gate_scale * (monte_carlo_scale(n_expert, top_k) if spec.c == "monte_carlo" else spec.c)
-        self.register_buffer("c", torch.tensor([c], dtype=torch.float32))
+        c = monte_carlo_scale(n_expert, top_k) if spec.c == "monte_carlo" else spec.c
+        self.register_buffer("c", torch.tensor([gate_scale * c], dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(n_expert))
-        self.register_buffer(
-            "hash_table", None if table is None else table.to(self.weight.device, copy=True)
-        )
+        if table is not None:
+            table = table.to(self.weight.device, copy=True)
+        self.register_buffer("hash_table", table)
 
     def forward(self, x: Tensor, n_sequence: int = 1, ids: Tensor | None = None) -> Routing:
-        """Route tokens x (N, C) of any floating dtype, which form `n_sequence` sequences (for the statistics).
+        """Route tokens.
 
-        `ids` are their N token ids, int64 of any shape, which hash layers need.
+        Args:
+            x: (N, C) tokens, any floating dtype.
+            n_sequence: number of sequences that the tokens form, for the statistics.
+            ids: N int64 token ids, of any shape; hash layers need them.
         """
         with torch.autocast(x.device.type, enabled=False):
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            bias = None if self.bias is None else self.bias.to(dtype)
-            logits = self.linear(x.to(dtype), self.weight.to(dtype), bias)  # (N, E)
-            given = self.replay  # experts whatever the scores
-            if given is None and self.hash_table is not None:
-                given = self.hash_table[ids].flatten(0, -2)  # (N, K)
-            if self.fused is not None and given is None:
-                formula = (self.spec.phi, self.spec.pre, self.spec.post)
-                out = self.fused(
-                    logits,
-                    self.selection_bias,
-                    self.c,
-                    self.gamma,
-                    formula,
-                    self.top_k,
-                    n_sequence,
-                )
-                if out is not None:
-                    weights, experts, scores, *stats = out
-                    return Routing(weights, experts, scores, logits, tuple(stats))
+            logits = self._logits(x)  # (N, E)
+            given = self._given_experts(ids)
+            if given is None and self.fused is not None:
+                routing = self._choose_fused(logits, n_sequence)
+                if routing is not None:
+                    return routing
             return self.choose(logits, given)
 
-    def choose(self, logits: Tensor, experts: Tensor | None = None) -> Routing:
-        """Apply the formula to logits (N, E); `experts` (N, K), if given, are chosen whatever their scores.
+    def _logits(self, x: Tensor) -> Tensor:
+        """W x + b, (N, E), in float32, or float64 for float64 inputs."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return self.linear(x.to(dtype), self.weight.to(dtype), bias)
 
-        Raises ValueError if `experts` are of another N or K.
+    def _given_experts(self, ids: Tensor | None) -> Tensor | None:
+        """Experts (N, K) that do not depend on scores: of a trace, or of a hash layer's table."""
+        if self.replay is not None or self.hash_table is None:
+            return self.replay
+        return self.hash_table[ids].flatten(0, -2)
+
+    def _choose_fused(self, logits: Tensor, n_sequence: int) -> Routing | None:
+        """What `choose` gives, by `fused`, with statistics; None where that cannot compute it."""
+        assert self.fused is not None
+        formula = (self.spec.phi, self.spec.pre, self.spec.post)
+        bias, c, gamma = self.selection_bias, self.c, self.gamma
+        out = self.fused(logits, bias, c, gamma, formula, self.top_k, n_sequence)
+        if out is None:
+            return None
+        weights, experts, scores, *stats = out
+        return Routing(weights, experts, scores, logits, tuple(stats))
+
+    def choose(self, logits: Tensor, experts: Tensor | None = None) -> Routing:
+        """Apply the formula to logits (N, E); `experts` (N, K), if given, replace the choice.
+
+        Raises:
+            ValueError: `experts` have another N or K.
         """
-        # which then normalises the chosen ones
-        phi, by_logits = PHI[self.spec.phi], self.spec.pre.endswith("topk")
-        scores = logits if by_logits else phi(normalize(logits, self.spec.pre))  # (N, E)
-        if self.spec.post.endswith("all") and not by_logits:
-            scores = normalize(scores, self.spec.post)
+        spec = self.spec
+        phi = PHI[spec.phi]
+        if spec.chooses_by_logits:
+            scores = logits  # (N, E)
+        else:
+            scores = phi(normalize(logits, spec.pre))
+        if spec.post.endswith("all"):
+            scores = normalize(scores, spec.post)
+
         if experts is None:
             experts = top_k_indices(scores + self.selection_bias, self.top_k)  # (N, K)
-        elif (given := tuple(experts.shape)) != (wanted := (len(logits), self.top_k)):
+        elif experts.shape != (len(logits), self.top_k):
             raise ValueError(
-                f"experts to replay are {given}, (tokens, top_k) are {wanted}; take the trace of these tokens"
+                f"experts to replay are {tuple(experts.shape)}, (tokens, top_k) are "
+                f"{(len(logits), self.top_k)}; take the trace of these tokens"
             )
+
         weights = scores.gather(-1, experts)  # (N, K), without β: it shifts only the choice
-        if by_logits:
-            weights = phi(normalize(weights, self.spec.pre))
-        if self.spec.post.endswith("topk"):
-            weights = normalize(weights, self.spec.post)
-        if self.spec.phi == "relu":
+        if spec.chooses_by_logits:
+            weights = phi(normalize(weights, spec.pre))
+        if spec.post.endswith("topk"):
+            weights = normalize(weights, spec.post)
+        if spec.phi == "relu":
             weights = DeadTokenGradient.apply(weights, logits)
-        c = self.c.to(logits.dtype)
-        weights = weights * (c if self.gamma is None else c * self.gamma.to(logits.dtype))
-        return Routing(weights, experts, scores, logits)
+        scale = self.c.to(logits.dtype)
+        if self.gamma is not None:
+            scale = scale * self.gamma.to(logits.dtype)
+        return Routing(weights * scale, experts, scores, logits)
 
     def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, {self.spec}" + (
-            ", by token id" if self.hash_table is not None else ""
-        )
+        text = f"top_k={self.top_k}, {self.spec}"
+        return text if self.hash_table is None else f"{text}, by token id"
 
 
 class DeadTokenGradient(torch.autograd.Function):
-    """Pass weights (N, K) through; backward, give logits (N, E) a gradient for tokens whose gates are all 0.
+    """The identity on weights (N, K) that gives tokens without a gate a gradient on their logits.
 
     ReLU gives such a token no gradient, so a router without a positive score would stay dead. The
     gates' own gradients still say whether more of the chosen experts would lower the loss. If their
@@ -300,17 +338,21 @@ class DeadTokenGradient(torch.autograd.Function):
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, d_weights: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]  # *grads there
+    def backward(  # pyrefly: ignore[bad-override]  # *grads there
+        ctx: Any, d_weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         (weights,) = ctx.saved_tensors  # (N, K)
-        dead = weights.sum(-1, keepdim=True) == 0  # (N, 1)
-        # (N, 1), negative: descent raises the logits
-        rise = d_weights.sum(-1, keepdim=True).clamp_max(0)
-        rise = torch.where(dead, rise / (weights.shape[-1] * ctx.n_expert), 0)
-        return d_weights, rise.expand(-1, ctx.n_expert)
+        top_k = weights.shape[-1]
+        is_dead = weights.sum(-1, keepdim=True) == 0  # (N, 1)
+        rise = d_weights.sum(-1, keepdim=True).clamp_max(
+            0
+        )  # (N, 1) negative: descent raises logits
+        d_logit = torch.where(is_dead, rise / (top_k * ctx.n_expert), 0)
+        return d_weights, d_logit.expand(-1, ctx.n_expert)
 
 
 def normalize(s: Tensor, norm: str) -> Tensor:
-    """Divide s (..., n) by ‖s‖ + ε over the last dimension; `norm` is one of NORMS and its start names the norm."""
+    """Divide s (..., n) by ‖s‖ + ε over the last dimension; `norm` is one of NORMS."""
     if norm == "none":
         return s
     if norm.startswith("l1"):
@@ -319,9 +361,10 @@ def normalize(s: Tensor, norm: str) -> Tensor:
 
 
 class L2Normalize(torch.autograd.Function):
-    """s / (‖s‖₂ + ε) over the last dimension, with a backward pass of its own: 14 operators where autograd takes 20.
+    """s / (‖s‖₂ + ε) over the last dimension, with its own backward pass.
 
-    Squares are summed in fp64: in fp32 those of logits beyond 1e19 overflow.
+    That has 14 operators where autograd has 20. Squares are summed in fp64: in fp32 they overflow
+    for logits above 1e19.
     """
 
     @staticmethod
@@ -334,7 +377,9 @@ class L2Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  # *grads there
+    def backward(  # pyrefly: ignore[bad-override]  # *grads there
+        ctx: Any, d_out: Tensor
+    ) -> Tensor:
         out, norm = ctx.saved_tensors
         # (N, 1), 0 where s is 0
         along = (d_out * out).sum(-1, keepdim=True) * ((norm + EPS) / norm.clamp_min(1e-30))
@@ -343,34 +388,54 @@ class L2Normalize(torch.autograd.Function):
 
 @torch.no_grad()
 def top_k_indices(scores: Tensor, k: int) -> Tensor:
-    """Return (N, k) int64 indices of the k largest of scores (N, E), largest first; ties go to the lower index.
+    """Indices of the k largest scores, largest first; ties go to the lower index.
 
     torch.topk leaves the order of ties undefined. Here each fp32 score becomes an int64 of the same
-    order with the index in its low bits, so no two are equal. A stable sort gives the same and
-    takes 2 to 3 times as long on a CPU (64 and 256 scores; 2 threads of an Intel Xeon, torch
-    2.13.0).
+    order with the index in its low bits, so no two are equal. A stable sort gives the same and is 2
+    to 3 times slower on a CPU (64 and 256 scores; 2 threads of an Intel Xeon, torch 2.13.0).
+
+    Args:
+        scores: (N, E) floating point, converted to fp32.
+        k: at most E.
+
+    Returns:
+        (N, k) int64.
     """
-    n = scores.shape[-1]
+    n_expert = scores.shape[-1]
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as two's complement it sorts like the floats
-    index = torch.arange(n - 1, -1, -1, device=scores.device)
-    # << and | take twice the time
-    return torch.topk(order.long().mul_(2**32).add_(index), k, dim=-1).indices
+    reversed_index = torch.arange(n_expert - 1, -1, -1, device=scores.device)
+    keys = order.long().mul_(2**32).add_(reversed_index)  # in half the time of << and |
+    return torch.topk(keys, k, dim=-1).indices
 
 
 @cache
 def hash_table(n_id: int, n_expert: int, top_k: int, seed: int) -> Tensor:
-    """A random table (n_id, top_k) int64: distinct experts for each token id (Hash Layers, arXiv 2106.04426).
+    """A random table of distinct experts for each token id.
 
-    Up to any id every expert appears equally often, up to one, so ids that only pad the vocabulary
-    change nothing: the table is made of permutations of the experts, each repeated until its end is
-    the end of a row.
+    The table is made of random permutations of the experts, each repeated until its end is the end
+    of a row. So in the first n rows, for any n, experts appear equally often, up to one, and ids
+    that only pad the vocabulary change nothing.
+
+    Args:
+        n_id: vocabulary size.
+        n_expert: E.
+        top_k: experts per token, at most E.
+        seed: of the permutations.
+
+    Returns:
+        (n_id, top_k) int64.
+
+    Source: Hash Layers (arXiv 2106.04426).
     """
+    rows_per_permutation = n_expert // math.gcd(n_expert, top_k)
+    n_permutation = math.ceil(n_id / rows_per_permutation)
     generator = torch.Generator().manual_seed(seed)
-    rows = n_expert // math.gcd(n_expert, top_k)  # of a block
-    order = torch.rand(-(-n_id // rows), n_expert, generator=generator, device="cpu").argsort(1)
-    place = torch.arange(rows * top_k, device="cpu") % n_expert
-    return order[:, place].view(-1, top_k)[:n_id].contiguous()
+    random = torch.rand(n_permutation, n_expert, generator=generator, device="cpu")
+    permutations = random.argsort(1)
+    column = torch.arange(rows_per_permutation * top_k, device="cpu") % n_expert
+    table = permutations[:, column].view(-1, top_k)
+    return table[:n_id].contiguous()
 
 
 @cache
@@ -388,18 +453,21 @@ def monte_carlo_scale(n_expert: int, top_k: int, samples: int = 200_000, seed: i
     Source: App. "Implementation Details".
     """
     generator = torch.Generator().manual_seed(seed)
-    total, count = 0.0, 0
-    for _ in range(20):  # in parts, to bound the memory
-        y = torch.randn(samples // 20, n_expert, generator=generator, device="cpu")
-        gates = normalize(y, "l2 over all").relu().topk(top_k).values  # (samples / 20, top_k)
+    n_part = 20  # parts, to bound the memory
+    total = 0.0
+    count = 0
+    for _ in range(n_part):
+        y = torch.randn(samples // n_part, n_expert, generator=generator, device="cpu")
+        gates = normalize(y, "l2 over all").relu().topk(top_k).values  # (samples / n_part, top_k)
         norms = torch.linalg.vector_norm(gates, dim=-1)
         norms = norms[norms > 0]
-        total, count = total + (1 / norms).sum().item(), count + len(norms)
+        total += (1 / norms).sum().item()
+        count += len(norms)
     return total / count
 
 
 class NormRouter(nn.Module):
-    """The paper's module as listed: logits (..., E) in, scores (..., E) in fp32 out; top-k is left to the caller.
+    """The paper's module as listed: logits (..., E) in, scores (..., E) in fp32 out, before top-k.
 
     A drop-in for `logits.softmax(-1)` in other codebases. `initial_method` is "one" or
     "monte_carlo".

@@ -120,7 +120,7 @@ class SelectionBias:
             if self.rate and router.hash_table is None:
                 update_selection_bias(bias, loads, self.rate * taken)
             if self.n_bin and router.hash_table is None:
-                solved = solve_selection_bias(bias, margins, router.top_k, router.spec.reach)
+                solved = solve_selection_bias(bias, margins, router.top_k, router.spec.score_range)
                 bias.copy_(torch.where(taken, solved, bias))
             distances.append((bias - old_bias).abs().mean())
         if self.n_bin and distances:  # a dense model has none

@@ -18,10 +18,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.integrate import simpson
 from torch import Tensor
 
 from common.command import build_parser, command, run_command
-from common.quadrature import ABOVE, P, Z, fewer, mean_norm, simpson, top_sum
+from common.quadrature import (
+    ABOVE,
+    DENSITY,
+    STEP,
+    Z,
+    mean_norm,
+    probability_of_fewer,
+    top_sum,
+)
 from common.text import text_table
 from gate_norm import gate_sum
 from router import ROUTERS, Router, RouterSpec, Routing, monte_carlo_scale
@@ -117,7 +126,7 @@ def jacobian_squares(router: str, n_expert: int, top_k: int, tau: float) -> floa
 
 def fewer_positive(n_expert: int, top_k: int) -> float:
     """P(fewer than k of M symmetric logits are positive)."""
-    return float(fewer(top_k, n_expert, np.array(0.5), np.array(0.5)))
+    return float(probability_of_fewer(top_k, n_expert, np.array(0.5)))
 
 
 def mean_positive_gates(n_expert: int, top_k: int) -> float:
@@ -149,15 +158,14 @@ def expected_constant(n_expert: int, top_k: int) -> float:
     w_step = 0.05
     w = np.arange(-14, 30, w_step)
     t = np.exp(2 * w)[:, None]  # (W, 1)
-    z_step = Z[1] - Z[0]
     x = Z[Z >= 0]  # (X,)
     scaled = torch.from_numpy(x / np.sqrt(1 + 2 * t))
     log_below = torch.special.log_ndtr(scaled).numpy()  # (W, X), of each of M - k others
     log_above = np.log(ABOVE[Z >= 0])  # (X,), of each of k - 1 larger ones
     log_beta = math.lgamma(k) + math.lgamma(M - k + 1) - math.lgamma(M + 1)
     log_density = (k - 1) * log_above + (M - k) * log_below - log_beta
-    density = P[Z >= 0] * np.exp(log_density - k / 2 * np.log1p(2 * t))
-    integrals = np.exp(w) * simpson(density, z_step)  # (W,)
+    density = DENSITY[Z >= 0] * np.exp(log_density - k / 2 * np.log1p(2 * t))
+    integrals = np.exp(w) * simpson(density, dx=STEP)  # (W,)
     k_positive = 2 / math.sqrt(math.pi) * integrals.sum() * w_step
     return float((few_positive + k_positive) / p_enough / mean_norm(M, -1))
 

@@ -156,7 +156,7 @@ def test_moe_equals_glm4_of_transformers(copies, monkeypatch):
     With heads of keys that are shared, or copied.
     """
     if copies:
-        monkeypatch.setattr(attention, "reads_groups", lambda q, mask: False)
+        monkeypatch.setattr(attention, "can_share_keys", lambda q, mask: False)
     own = {"router": "sigmoid-renorm", "qk_norm": "head", "n_dense_layer": 2, "n_shared_expert": 3}
     model, theirs = (
         build_random(**MODERN | own),

@@ -20,6 +20,7 @@ from balance import (
     z_loss,
 )
 from router import (
+    PHI,
     ROUTERS,
     Router,
     RouterSpec,
@@ -284,7 +285,19 @@ def test_a_token_without_positive_score_lifts_its_logits(name, monkeypatch):
     assert (router.weight.grad != 0).any() and (router.gamma is None or router.gamma.grad == 0)
 
 
-BOUNDED = [name for name in SPARSE if ROUTERS[name].reach < math.inf]
+BOUNDED = [name for name in SPARSE if ROUTERS[name].score_range < math.inf]
+
+
+@pytest.mark.parametrize("over_topk", ["l1 over topk", "l2 over topk"])
+@pytest.mark.parametrize("over_all", ["l1 over all", "l2 over all"])
+@pytest.mark.parametrize("phi", PHI)
+def test_a_norm_over_all_after_one_over_the_chosen_is_refused(phi, over_topk, over_all):
+    with pytest.raises(ValueError, match=f"has no meaning; take post={over_all[:2]} over topk"):
+        find_spec(f"{phi}, pre={over_topk}, post={over_all}")
+    gates = Router(C, E, K, find_spec(f"{phi}, pre={over_topk}, post={over_all[:2]} over topk"))
+    order = 1 if over_all.startswith("l1") else 2
+    norms = gates(torch.randn(N, C)).weights.norm(order, dim=-1)
+    assert_same(norms, torch.ones(N))
 
 
 def test_which_scores_are_bounded():
@@ -306,14 +319,14 @@ def test_which_scores_are_bounded():
     )
     for name in [*BOUNDED, *formulas]:
         scores = Router(C, E, K, find_spec(name)).choose(logits).scores
-        assert 0.4 < (scores.max() - scores.min()) / find_spec(name).reach <= 1, name
+        assert 0.4 < (scores.max() - scores.min()) / find_spec(name).score_range <= 1, name
     for name in (
         "identity",
         "relu, post=l2 over topk",
         "sqrtsoftplus, post=l1 over topk",
         "tanh, pre=l1 over topk",
     ):
-        assert find_spec(f"{name}, gamma").reach == math.inf
+        assert find_spec(f"{name}, gamma").score_range == math.inf
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -336,9 +349,9 @@ def test_quantile_balancing_equals_sorting(name):
     router, n, spec = identity_router(name), 40 * N, find_spec(name)
     router.selection_bias.copy_(0.2 * torch.randn(E))
     scores = router(torch.randn(n, E) + torch.randn(E)).scores.detach()
-    counts = count_margins(scores, router.selection_bias, K, spec.reach)
+    counts = count_margins(scores, router.selection_bias, K, spec.score_range)
     parts = [
-        count_margins(part, router.selection_bias, K, spec.reach)
+        count_margins(part, router.selection_bias, K, spec.score_range)
         for part in scores.split([1, 7, n - 8])
     ]
     assert (
@@ -351,13 +364,13 @@ def test_quantile_balancing_equals_sorting(name):
     alpha = (s + bias).sort(descending=True).values[:, K : K + 1]
     wanted = (alpha - s).sort(0).values[n * K // E - 1]  # the last r that is to be below
     edges = torch.linspace(-1, 1, 1001, dtype=torch.float64) ** 3
-    if spec.reach == math.inf:
+    if spec.score_range == math.inf:
         edges = edges / (1 - edges.abs())
     else:
-        edges = edges * (spec.reach + bias.max() - bias.min())
+        edges = edges * (spec.score_range + bias.max() - bias.min())
     at = torch.searchsorted(edges, (wanted - bias).contiguous())
     width = edges[at] - edges[at - 1]
-    solved = solve_selection_bias(router.selection_bias, counts, K, spec.reach).double()
+    solved = solve_selection_bias(router.selection_bias, counts, K, spec.score_range).double()
     assert solved.mean().abs() < 1e-6
     apart = (solved - (wanted - wanted.mean())).abs()
     assert (apart <= width + width.mean() + 1e-6).all() and (solved - bias).abs().max() > 0.01
