@@ -242,7 +242,7 @@ def train(
             Saver(plan.run.checkpoints, ranks, state.compute.sharded, config.train)
         )
         rank_batches = RankBatches(
-            plan.loader, plan.accumulation, config.train.micro_batch_size, ranks
+            plan.data.loader, plan.accumulation, config.train.micro_batch_size, ranks
         )
         batches = prefetch(rank_batches.read(range(state.step, max_steps)))
         stack.callback(batches.close)
@@ -255,7 +255,9 @@ def train(
                 guard.check()  # waits for the device; a halted run saves no checkpoint
             with report.pause():
                 if due.evaluate:
-                    values = evaluate(state, step, plan.validation, plan.tasks, config, ranks, stop)
+                    values = evaluate(
+                        state, step, plan.data.validation, plan.tasks, config, ranks, stop
+                    )
                     if values is None:
                         due = cadence.at(step)  # some rank was asked to stop meanwhile
                     else:

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec as find_package
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 import configure
 from configure import Config
-from data.bins import Meta, open_tokens
+from data.bins import open_tokens
 from data.loader import Loader, Validation, choose_validation
 from data.mixture import check_documents, check_sets, identify
 from model import GPT, parameter_shapes
@@ -43,6 +43,15 @@ class InitialWeights(Protocol):
 ReadWeights = Callable[[Config], InitialWeights]  # hf.init_from.read_initial_weights
 
 
+class Data(NamedTuple):
+    """The data sets of a run."""
+
+    loader: Loader  # windows to train on
+    validation: Validation  # windows to validate on
+    identity: dict[str, str]  # sha256 of data and tokenizer; a checkpoint must have the same
+    document_token: int | None  # id that starts a document, with data.document_mask
+
+
 @dataclass(frozen=True)
 class Plan:
     """All that is known of a run before it starts. Nothing has been written anywhere.
@@ -53,16 +62,12 @@ class Plan:
         changes: lines `key: old -> new` against the run that is resumed; all are allowed.
         last_step: step of the newest checkpoint; 0 if there is none.
         branch: the trunk and the step of train.branch_from; None once there is a checkpoint.
-        loader: training windows.
-        validation: validation windows.
-        identity: sha256 of data and tokenizer; a checkpoint must have the same.
-        document_token: id that starts a document, with data.document_mask.
+        data: the windows of the data sets.
         device: where this rank computes.
         dtype: the type that autocast computes in.
         parallel: "ddp", "zero2", "fsdp" or "hsdp".
         memory: estimated bytes on each rank.
         accumulation: micro-batches of one rank in a step.
-        tokens_per_step: tokens of a step over all ranks.
         tasks: scores the model on eval.tasks; None without such tasks.
         initial_weights: weights of train.init_from; None once there is a checkpoint.
         evaluated_steps: steps whose validation loss is in metrics.jsonl.
@@ -73,19 +78,20 @@ class Plan:
     changes: list[str]
     last_step: int
     branch: Branch | None
-    loader: Loader
-    validation: Validation
-    identity: dict[str, str]
-    document_token: int | None
+    data: Data
     device: torch.device
     dtype: torch.dtype
     parallel: str
     memory: memory.Memory
     accumulation: int
-    tokens_per_step: int
     tasks: ScoreTasks | None
     initial_weights: InitialWeights | None
     evaluated_steps: set[int]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.config.train.batch_size * self.config.model.block_size
 
 
 def plan_run(
@@ -114,23 +120,15 @@ def plan_run(
     check_length(run, config)
     branch = find_branch(config) if last_step == 0 else None
 
-    metas = check_sets(config.data.folders, config.model.vocab_size)
-    if config.data.document_mask:
-        check_documents(config.data.folders, metas)
-    loader, validation = open_windows(config)
-
+    data = open_data(config)
     device = distributed.pick_device(config.train.device)
-    dtype_name = config.train.dtype
-    if branch and dtype_name == "auto":
-        dtype_name = branch.dtype
+    dtype_name = branch.dtype if branch and config.train.dtype == "auto" else config.train.dtype
     dtype = distributed.pick_dtype(dtype_name, device, config.model.router)
     config = replace(config, "train", dtype=str(dtype).removeprefix("torch."))  # a resume keeps it
-
     world_size = distributed.world_size()
     parallel, estimate = memory.choose_parallelism(
         config, parameter_shapes(config.model), world_size, distributed.local_size(), device
     )
-
     tasks = None
     if config.eval.task_names:
         assert open_tasks, "train(…, open_tasks=eval.in_loop.TaskScores) is needed with eval.tasks"
@@ -141,23 +139,18 @@ def plan_run(
         initial_weights = read_weights(config)
 
     logged_run = branch.trunk if branch else run
-    batch_size = config.train.batch_size
     return Plan(
         config=config,
         run=run,
         changes=changes,
         last_step=last_step,
         branch=branch,
-        loader=loader,
-        validation=validation,
-        identity=identify(metas, list(config.data.sets.values())),
-        document_token=find_document_token(config, metas[0]),
+        data=data,
         device=device,
         dtype=dtype,
         parallel=parallel,
         memory=estimate,
-        accumulation=batch_size // (config.train.micro_batch_size * world_size),
-        tokens_per_step=batch_size * config.model.block_size,
+        accumulation=config.train.batch_size // (config.train.micro_batch_size * world_size),
         tasks=tasks,
         initial_weights=initial_weights,
         evaluated_steps=set(logged_run.read_val_losses()),
@@ -196,9 +189,14 @@ def keep_recorded_settings(run: RunFolder, config: Config) -> Config:
     return kept
 
 
-def open_windows(config: Config) -> tuple[Loader, Validation]:
-    """Open the data sets: the windows to train on, and those to validate on."""
+def open_data(config: Config) -> Data:
+    """Check and open the data sets. Raises DataError if they do not fit the model or each other."""
     folders = config.data.folders
+    metas = check_sets(folders, config.model.vocab_size)
+    document_token = None
+    if config.data.document_mask:
+        check_documents(folders, metas)
+        document_token = metas[0].tokenizer["eot"]
     weights = list(config.data.sets.values())
     block_size = config.model.block_size
     train_tokens = [open_tokens(folder, "train") for folder in folders]
@@ -207,9 +205,4 @@ def open_windows(config: Config) -> tuple[Loader, Validation]:
     validation = choose_validation(
         val_tokens, block_size, config.eval.windows, config.eval.spread, weights
     )
-    return loader, validation
-
-
-def find_document_token(config: Config, meta: Meta) -> int | None:
-    """The id that starts a document, with data.document_mask; else None."""
-    return meta.tokenizer["eot"] if config.data.document_mask else None
+    return Data(loader, validation, identify(metas, weights), document_token)

@@ -119,7 +119,7 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def log_evaluation(self, step: int, values: dict[str, Any]) -> None:
         """Write a line of validation metrics (`validation.evaluate`) after `step` steps."""
-        logged = values | {"val/window_documents": self.plan.validation.documents}
+        logged = values | {"val/window_documents": self.plan.data.validation.documents}
         self.metrics.log(step, step * self.plan.tokens_per_step, **logged)
         text = f"step {step}, val loss {values['val/loss'].item():.4f}"
         if self.plan.config.data.mix:
@@ -231,12 +231,12 @@ def describe_plan(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
         active: the parameters that a token uses.
     """
     config = plan.config
-    documents = plural(len(np.unique(plan.validation.documents)), "document")
+    documents = plural(len(np.unique(plan.data.validation.documents)), "document")
     summary = (
         f"{config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; "
         f"{describe_devices(plan.device, ranks)}, {config.train.dtype}; "
         f"{config.train.max_steps} steps of {plan.tokens_per_step:,} tokens, "
-        f"{len(plan.validation.windows)} validation windows of {documents}"
+        f"{len(plan.data.validation.windows)} validation windows of {documents}"
     )
     if step:
         summary += f", from step {step}"
@@ -251,7 +251,7 @@ def describe_plan(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
         )
     if config.data.mix:
         sets = []
-        epochs = plan.loader.count_epochs(config.train.max_steps)
+        epochs = plan.data.loader.count_epochs(config.train.max_steps)
         for (name, weight), epoch in zip(config.data.sets.items(), epochs, strict=True):
             sets.append(f"{name} {weight:.1%} ({epoch:.2g} epochs)")
         lines.append(f"data: {', '.join(sets)}")

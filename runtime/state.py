@@ -252,14 +252,6 @@ def find_start(
     return Start(checkpoints, step, metadata)
 
 
-def restore_threads(start: Start, device: torch.device) -> int:
-    """Set torch's threads to the recorded number, or choose it; returns the number."""
-    recorded = start.metadata.get("threads")
-    if start.step and recorded is None:  # a run from before threads were recorded
-        recorded = torch.get_num_threads()
-    return distributed.choose_threads(device, recorded)
-
-
 def build_model(
     config: Config,
     document_token: int | None,
@@ -277,6 +269,16 @@ def build_model(
     return model
 
 
+def choose_compiling(model: GPT, config: Config, compute: Compute, ranks: Ranks) -> bool:
+    """True if blocks are to be compiled; with train.compile = "auto" a copy is tried first."""
+    if not distributed.pick_compile(config.train.compile, compute.device):
+        return False
+    if config.train.compile != "auto":
+        return True
+    shape = (config.train.micro_batch_size, config.model.block_size)
+    return try_compiling(model, shape, compute.autocast(), ranks)
+
+
 def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     """Build the model and bring it to the newest intact checkpoint or its trunk's, if any.
 
@@ -287,19 +289,17 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
             model.
     """
     config, train = plan.config, plan.config.train
-    start = find_start(plan.run, plan.branch, plan.identity, ranks)
-    metadata = start.metadata | plan.identity | {"threads": restore_threads(start, plan.device)}
-    if plan.document_token is not None:
-        metadata["document_token"] = plan.document_token
-    model = build_model(config, plan.document_token, plan.initial_weights, ranks)
+    start = find_start(plan.run, plan.branch, plan.data.identity, ranks)
+    threads = distributed.choose_threads(plan.device, start.metadata.get("threads"))
+    metadata = start.metadata | plan.data.identity | {"threads": threads}
+    if plan.data.document_token is not None:
+        metadata["document_token"] = plan.data.document_token
+    model = build_model(config, plan.data.document_token, plan.initial_weights, ranks)
     mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoE)]
     selection_bias = SelectionBias(mixtures, train)
 
     compute = Compute(plan.device, plan.dtype, plan.parallel, train.activation_checkpointing)
-    shape = (train.micro_batch_size, config.model.block_size)
-    compiles = distributed.pick_compile(train.compile, plan.device)
-    if compiles and train.compile == "auto":
-        compiles = try_compiling(model, shape, compute.autocast(), ranks)
+    compiles = choose_compiling(model, config, compute, ranks)
     runner = distribute(
         model,
         plan.parallel,
@@ -310,16 +310,18 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         reduce_dtype=getattr(torch, train.reduce_dtype),
     )
     if plan.initial_weights:
-        batches = RankBatches(plan.loader, plan.accumulation, train.micro_batch_size, ranks)
+        batches = RankBatches(plan.data.loader, plan.accumulation, train.micro_batch_size, ranks)
         plan.initial_weights.match_gates(
             model, config, batches.read(count()), compute.autocast(), ranks
         )
 
-    captures = can_capture(train.cuda_graph, plan.device, ranks.world_size)
     copy_dtype = None
     if compute.shares_casts:
         copy_dtype = choose_copy_dtype(config.model.backend, plan.device, plan.dtype)
     optimizer = build_optimizer(model, config.optim, copy_dtype)
+    n_mixture, n_expert = len(mixtures), config.model.n_expert
+    joined = torch.compile(join, fullgraph=True) if compiles else join
+    captures = can_capture(train.cuda_graph, plan.device, ranks.world_size)
     state = TrainState(
         step=start.step,
         metadata=metadata,
@@ -331,16 +333,12 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         updates=Updates(optimizer, config, scaled=plan.dtype == torch.float16, compile=compiles),
         selection_bias=selection_bias,
         average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
-        interval=Statistics(
-            len(mixtures),
-            config.model.n_expert,
-            ranks.device,
-            join=torch.compile(join, fullgraph=True) if compiles else join,
-        ),
+        interval=Statistics(n_mixture, n_expert, ranks.device, join=joined),
         graph=StepGraph(model.parameters(), captures),
     )
     if start.step:
         checkpoint.restore(start.checkpoints, start.step, model, optimizer.parts, state.tensors)
+    shape = (train.micro_batch_size, config.model.block_size)
     tokens = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
     with compute.autocast():
         warm_up_ddp_buckets(runner, tokens)

@@ -494,7 +494,7 @@ def test_mean_is_evaluated_beside_a_run_that_it_does_not_change(tiny, capsys):
     plan = plan_run(config)
     forward = torch.autocast("cpu", plan.dtype)(model)
     state = SimpleNamespace(runner=model, forward=forward)
-    found = measure_loss(state, plan.validation, plan.config, ALONE, Stop())["val/loss"]
+    found = measure_loss(state, plan.data.validation, plan.config, ALONE, Stop())["val/loss"]
     assert found.item() == losses[-1] != column(lines, "val/loss")[-1]
 
 
