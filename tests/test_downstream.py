@@ -105,14 +105,14 @@ def test_loglikelihoods_equal_hflms(clients):
     for context, _ in pairs[:40]:
         with torch.no_grad():
             best = (
-                theirs.model(torch.tensor([[*context.encode()][-32:]]))
+                theirs.model(torch.tensor([list(context.encode())[-32:]]))
                 .logits[0, -1]
                 .argmax()
                 .item()
             )
         pairs += [(context, chr(best))] if 33 <= best < 127 else []
     hand = [
-        by_hand(ours.scorer.model, [*text.encode()] or [256], [*answer.encode()])
+        by_hand(ours.scorer.model, list(text.encode()) or [256], list(answer.encode()))
         for text, answer in pairs
     ]
     got, wanted = (ask(client, "loglikelihood", pairs) for client in (ours, theirs))
@@ -173,7 +173,7 @@ def run(finished, tmp_path):
 
 
 def call(*arguments):
-    return downstream.main([*map(str, arguments)])
+    return downstream.main(list(map(str, arguments)))
 
 
 def results(run, label="step_00000004"):
@@ -200,7 +200,7 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
     folder = write_tasks(tmp_path / "tasks")
     assert call(run, "--tasks-dir", folder, "--limit", 4) == 0
     report, out = results(run, "step_00000004_limit4"), capsys.readouterr().out
-    assert [*report["results"]] == [*downstream.TASKS] and report["step"] == 4
+    assert list(report["results"]) == list(downstream.TASKS) and report["step"] == 4
     mean = sum(values["acc"] for values in report["results"].values()) / 6
     assert report["average"] == pytest.approx(mean)
     assert f"| average |  | {mean:.4f} |  |  | 0.3333 |  |" in out
@@ -264,7 +264,7 @@ def evaluated(monkeypatch):
 def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, capsys, evaluated):
     folder = write_tasks(tmp_path / "tasks")
     other = write_tasks(tmp_path / "other", 2)
-    assert call(run, "--tasks-dir", folder) == 0 and evaluated == [*downstream.TASKS]
+    assert call(run, "--tasks-dir", folder) == 0 and evaluated == list(downstream.TASKS)
     assert call(run, "--tasks-dir", folder) == 0 and len(evaluated) == 6
     assert "done already: arc_easy" in capsys.readouterr().out
     file, time = folder / "piqa.jsonl", (folder / "piqa.jsonl").stat().st_mtime_ns
@@ -275,7 +275,7 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, cap
     assert results(run)["results"]["piqa"]["documents"] == 6 and results(run)["average"] == 0.5
     assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 8
     # no mix of two sources
-    assert [*results(run)["results"]] == ["piqa"] and results(run)["average"] is None
+    assert list(results(run)["results"]) == ["piqa"] and results(run)["average"] is None
     (run / "eval/step_00000004/tasks/piqa.json").write_text('{"key"')
     # a damaged file
     assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 9
@@ -296,10 +296,10 @@ def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluat
         report = results(run, label)
         assert [report[key] for key in keys] == ["float32", str(folder), *values]
         weights[label] = report["weights"]
-    assert sorted(path.name for path in (run / "eval").iterdir()) == [*weights]
+    assert sorted(path.name for path in (run / "eval").iterdir()) == list(weights)
     assert len(evaluated) == 5
     first, *last, mean = weights.values()
-    assert len({*last}) == 1 and len({first, *last, mean}) == 3  # the same weights, and others
+    assert len(set(last)) == 1 and len({first, *last, mean}) == 3  # the same weights, and others
     assert "Only the first 2 documents" in (run / "eval/step_00000004_limit2/table.md").read_text()
     shutil.rmtree(run / "checkpoints/step_00000002")
     # not part of the key
@@ -322,7 +322,7 @@ def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
         call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa")
     assert call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa") == 0
     assert evaluated == ["sciq", "winogrande", "piqa"]
-    assert [*results(run)["results"]] == [
+    assert list(results(run)["results"]) == [
         "piqa",
         "sciq",
         "winogrande",
@@ -508,5 +508,5 @@ def test_continuation_longer_than_the_block():
 
 def test_batches_hold_at_most_the_tokens_asked_for():
     lengths = [3, 9, 1, 40, 8, 8, 2]
-    batches = [*batch_by_length(lengths, 16)]
+    batches = list(batch_by_length(lengths, 16))
     assert batches == [[3], [1], [4, 5], [0, 6, 2]]  # one too long stands alone; the longest first

@@ -216,7 +216,7 @@ def test_verdicts_are_those_of_scipy():
         "sigmoid": "equivalent",
         "softmax": "undecided",
     }
-    assert {*rows["softmax-renorm"].against} == {"kern"}
+    assert set(rows["softmax-renorm"].against) == {"kern"}
     p_values = sorted(
         (stats.ttest_rel(values, base).pvalue, name) for name, values in losses.items()
     )
@@ -424,7 +424,7 @@ def test_records_of_the_repository_are_right():
         if not missing_tasks(protocol, record):
             assert find_record_faults(protocol, record, path.name) == [], path
     complete = [
-        record for record in records if judged_runs(record).keys() >= {*protocol.judge_seeds}
+        record for record in records if judged_runs(record).keys() >= set(protocol.judge_seeds)
     ]
     for page, text in build_tables(protocol, judge_entries(protocol, complete)).items():
         assert text in page.read_text(), f"{page}: python -m scripts.track table"
@@ -482,7 +482,7 @@ def test_a_draft_is_interrupted_resumed_and_trained_again(contest, tmp_path):
     assert all(draft("whole")["made"][run["made"]]["machine"] for run in draft("whole")["runs"])
 
     process = subprocess.Popen([*enter, "cut"])
-    wait_until(lambda: [*drafts.glob("cut-*.json")], lambda: process.poll() is None)
+    wait_until(lambda: list(drafts.glob("cut-*.json")), lambda: process.poll() is None)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == EXIT_CODE
     assert 1 <= len(losses_of(draft("cut"))) < 6
