@@ -3,7 +3,7 @@
     python -m scripts.report runs/small-*                          writes runs/report-small/
     python -m scripts.report runs                                  every run in the folder
     python -m scripts.report runs/books3_512-* --experiment books3_512
-                                                                   the paper's numbers beside them
+                                                                   with the paper's numbers
     python -m scripts.report runs/kern_after-* --baseline kern-nogamma
                                                                    loss minus that router's
     python -m scripts.report runs/norm-* --over model.gate_norm    a curve per router over that key

@@ -57,7 +57,10 @@ class Table:
     @property
     def lines(self) -> list[list[str]]:
         """The cells of each row, in the order of the columns."""
-        return [[row.get(column, "") for column in self.columns] for row in self.rows]
+        lines = []
+        for row in self.rows:
+            lines.append([row.get(column, "") for column in self.columns])
+        return lines
 
     def drop_empty(self, candidates: Sequence[str]) -> None:
         """Remove the columns among `candidates` that are empty in every row."""

@@ -189,7 +189,7 @@ def measure_difference(
     step: int | None = None,
     xs: Sequence[Any] | None = None,
 ) -> Difference | None:
-    """The loss of `left` minus that of `right`, a mean over values of the key.
+    """Mean over values of the key of `left`'s loss minus `right`'s.
 
     It pairs the seeds that both have at every value that both have; None without any.
 

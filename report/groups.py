@@ -7,7 +7,7 @@ have the same corpus, shape, schedule and validation windows. configure/schema.p
 whether it is an option, separates groups or is neutral.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -39,7 +39,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        return join_labels(self.router, self.options_label)
+        return join_labels([self.router, self.options_label])
 
     @property
     def runs(self) -> list[Run]:
@@ -351,7 +351,7 @@ def label_groups(groups: Sequence[Group]) -> list[Group]:
             n_labels = n_finer
     chosen.sort(key=SETTING_KEYS.index)
     for group in groups:
-        group.label = join_labels(*(format_value(key, group.values[key]) for key in chosen))
+        group.label = join_labels(format_value(key, group.values[key]) for key in chosen)
     return sorted(groups, key=lambda group: [group.values[key] for key in chosen])
 
 
@@ -368,7 +368,7 @@ def count_distinct(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> in
     return len(values)
 
 
-def join_labels(*labels: str) -> str:
+def join_labels(labels: Iterable[str]) -> str:
     """The labels that are not empty, with commas."""
     return ", ".join(label for label in labels if label)
 

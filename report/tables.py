@@ -212,7 +212,7 @@ def build_measure_table(group: Group) -> Table:
                 row[name] = format_mean(read_measure(group, runs, name), form)
             if any(row.values()):
                 label = format_value(group.key, x) if group.key else ""
-                row["at the end"] = join_labels(variant.label, label)
+                row["at the end"] = join_labels([variant.label, label])
                 table.rows.append(row)
     return table
 

@@ -228,7 +228,7 @@ def make_server(port: int, read: Callable[[], list[Run]]) -> ThreadingHTTPServer
         def do_GET(self) -> None:
             nonlocal rows, page
             host = self.headers.get("Host", "").rsplit(":", 1)[0]
-            # any other name is that of a foreign page, which had it point to this machine
+            # a foreign page whose name was made to point to this machine
             if host not in ("127.0.0.1", "localhost"):
                 return self.send_error(403, "open it as http://127.0.0.1")
             if self.path != "/":

@@ -66,7 +66,7 @@ def choose_best(group: Group, variant: Variant, seeds: Sequence[int]) -> Variant
             f"--choose-on {', '.join(map(str, seeds))}: {variant.label} has no other seed to "
             "judge by"
         )
-    label = join_labels(variant.options_label, format_value(group.key, x))
+    label = join_labels([variant.options_label, format_value(group.key, x)])
     return Variant(variant.router, variant.options, {None: judges}, label)
 
 

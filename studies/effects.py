@@ -3,7 +3,7 @@
     python -m studies.effects runs/factorial-*-top_k8-* --margin 0.012
 
 The runs have the eight routers with and without the L2 norm, the ReLU and γ. A part's effect is the
-mean loss of the four routers with it minus that of the four without it, by seed.
+mean loss of the four routers with it minus the mean of the four without it, by seed.
 """
 
 from collections.abc import Sequence

@@ -156,10 +156,11 @@ def metric_lines(
             }
             line |= {"val/loads": np.floor(1000 * shares)}
         lines.append(line)
-    return [
-        {key: value for key, value in line.items() if not key.startswith(tuple(without))}
-        for line in lines
-    ]
+    for line in lines:
+        for key in list(line):
+            if key.startswith(tuple(without)):
+                del line[key]
+    return lines
 
 
 def add_checkpoint(folder: Path, step: int = 100, **facts: str) -> Path:

@@ -2,6 +2,7 @@
 numbers.
 """
 
+import copy
 import hashlib
 import json
 import shutil
@@ -59,19 +60,17 @@ def test_folders_stand_for_the_runs_below_them(tmp_path):
     (tmp_path / "report").mkdir()
     for folder in (tmp_path / "report", runs[0]):  # a run counts, also if it has a report
         (folder / "report.html").write_text("")
-    read, (note,) = read_evaluated_runs(
-        [runs[1], tmp_path, tmp_path / "nothing", tmp_path / "report"]
-    )
+    places = [runs[1], tmp_path, tmp_path / "nothing", tmp_path / "report"]
+    read, (note,) = read_evaluated_runs(places)
     assert [run.folder for run in read] == [runs[1], runs[0]]
     assert note.startswith(f"left out: {tmp_path}/nothing: no such folder")
 
 
 def test_runs_on_other_text_are_refused(tmp_path):
     facts = {"data": "sha of the text", "tokenizer": "sha of GPT-2's"}
-    routers = ("dense", "softmax", "kern")
-    dense, softmax, kern = (
-        make_run(tmp_path / router, f"model.router={router}") for router in routers
-    )
+    dense = make_run(tmp_path / "dense", "model.router=dense")
+    softmax = make_run(tmp_path / "softmax", "model.router=softmax")
+    kern = make_run(tmp_path / "kern")
     add_checkpoint(dense, **facts)
     for name in ("data", "tokenizer"):
         add_checkpoint(kern, 200, **facts | {name: "else"})
@@ -194,12 +193,10 @@ def test_differences_are_of_seeds_in_common(tmp_path):
     oracle = stats.ttest_rel(*zip(*pairs, strict=True))
     interval = oracle.confidence_interval()
     assert name_of(comparison) == "kern against dense" and comparison.difference.seeds == 3
-    assert (comparison.difference.verdict, comparison.difference.p) == (
-        "lower",
-        pytest.approx(oracle.pvalue),
-    )
-    got = (comparison.difference.low, comparison.difference.high)
-    assert got == pytest.approx((interval.low, interval.high))
+    assert comparison.difference.verdict == "lower"
+    assert comparison.difference.p == pytest.approx(oracle.pvalue)
+    assert comparison.difference.low == pytest.approx(interval.low)
+    assert comparison.difference.high == pytest.approx(interval.high)
     assert len(notes) == 1 and notes[0].startswith(
         "incomplete: dense lacks seed 0; kern lacks seed 2. "
     )
@@ -232,9 +229,8 @@ def test_few_seeds_have_an_interval_over_documents_that_decides_nothing(tmp_path
     ("tanh", "sigmoid", 0, None),  # no claim
 ])  # fmt: skip
 def test_what_the_paper_claims(tmp_path, left, right, norm, said):
-    (group,) = load_groups(
-        *make_seeds(tmp_path, {left: 2.0, right: 2.0}, 1, [f"model.gate_norm={norm}"])
-    )
+    runs = make_seeds(tmp_path, {left: 2.0, right: 2.0}, 1, [f"model.gate_norm={norm}"])
+    (group,) = load_groups(*runs)
     table = tables.build_pairs_table(group, compare_group(group, right))
     (row,) = table.rows
     if said is None:
@@ -243,26 +239,34 @@ def test_what_the_paper_claims(tmp_path, left, right, norm, said):
         assert table.columns[-1] == "in the paper" and row["in the paper"] == said
 
 
-def test_which_arms_are_compared(tmp_path):
+def test_which_variants_are_compared(tmp_path):
     """Of one router those that differ in one option, of two routers those most alike."""
     given = [("kern", 1), ("kern", 3), ("softmax", 1), ("softmax", 3), ("tanh", 18)]
-    runs = [
-        make_run(tmp_path / f"{a}{b}", f"model.router={a}", f"model.gate_scale={b}")
-        for a, b in given
-    ]
+    runs = []
+    for router, scale in given:
+        folder = tmp_path / f"{router}{scale}"
+        runs.append(make_run(folder, f"model.router={router}", f"model.gate_scale={scale}"))
     (group,) = load_groups(*runs)
-    names = [name_of(comparison).replace(", gate_scale ", "").replace(" against ", "-")
-             for comparison in compare_group(group)]  # fmt: skip
-    wanted = "kern3-kern1 softmax3-softmax1 softmax1-kern1 softmax3-kern3"
-    assert sorted(names) == sorted(
-        f"{wanted} tanh18-kern1 tanh18-kern3 tanh18-softmax1 tanh18-softmax3".split()
-    )
+    comparisons = compare_group(group)
+    pairs = {name_of(comparison).replace(", gate_scale ", "") for comparison in comparisons}
+    assert len(pairs) == len(comparisons)
+    assert pairs == {
+        "kern3 against kern1",
+        "softmax3 against softmax1",
+        "softmax1 against kern1",
+        "softmax3 against kern3",
+        "tanh18 against kern1",
+        "tanh18 against kern3",
+        "tanh18 against softmax1",
+        "tanh18 against softmax3",
+    }
     (only,) = group.find_counterparts(group.variants[0], "kern")
     assert only.label == "kern, gate_scale 1"
     (only,) = group.find_counterparts(group.variants[0], "tanh, gate_scale 18")
     assert only.router == "tanh" and group.find_counterparts(only, "tanh") == []
-    given = [(f"model.gate_scale={x}", f"train.z_loss_coef={x}") for x in (1, 2)]
-    (group,) = load_groups(*(make_run(tmp_path / text[0], *text) for text in given))
+    first = make_run(tmp_path / "1", "model.gate_scale=1", "train.z_loss_coef=1")
+    second = make_run(tmp_path / "2", "model.gate_scale=2", "train.z_loss_coef=2")
+    (group,) = load_groups(first, second)
     assert len(group.variants) == 2 and compare_group(group) == []
     # a variant that is asked for is compared with all others
     pair = compare_group(group, group.variants[1].label)[0]
@@ -310,9 +314,11 @@ def test_seeds_and_values_that_curves_lack(tmp_path):
 
 
 def test_keys_that_change_with_the_key(tmp_path):
-    sizes = [("model.n_embd=64", "model.n_layer=2"), ("model.n_embd=128", "model.n_layer=4")]
-    runs = [make_run(tmp_path / f"{i}{router}", *size, f"model.router={router}")
-            for i, size in enumerate(sizes) for router in ("kern", "tanh")]  # fmt: skip
+    runs = []
+    for router in ("kern", "tanh"):
+        for n_embd, n_layer in ((64, 2), (128, 4)):
+            size = [f"model.n_embd={n_embd}", f"model.n_layer={n_layer}"]
+            runs.append(make_run(tmp_path / f"{router}{n_embd}", f"model.router={router}", *size))
     (group,), (note,) = load(*runs, key="model.n_embd")
     assert group.xs == [64, 128] and note == "model.n_layer changed with model.n_embd"
     assert len(load_groups(*runs, key="model.n_layer")) == 1
@@ -336,16 +342,12 @@ def test_numbers_are_those_compared_with_the_paper():
     """All 367 were compared with a second transcription of the paper: after a correction, put in
     the new hash.
     """
-    numbers = {}
-    for stem, printed in NUMBERS.items():
-        numbers[stem] = [
-            {key: value for key, value in table.items() if key != "doubtful"} for table in printed
-        ]
-    assert (
-        hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
-        .hexdigest()
-        .startswith("1e1bc6f5290e5894")
-    )
+    numbers = copy.deepcopy(NUMBERS)
+    for printed in numbers.values():
+        for table in printed:
+            table.pop("doubtful", None)
+    digest = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
+    assert digest.startswith("1e1bc6f5290e5894")
 
 
 def test_numbers_are_beside_the_same_part_of_training(tmp_path):
