@@ -95,9 +95,7 @@ class Plan:
 
 
 def plan_run(
-    config: Config,
-    open_tasks: OpenTasks | None = None,
-    read_weights: ReadWeights | None = None,
+    config: Config, open_tasks: OpenTasks | None = None, read_weights: ReadWeights | None = None
 ) -> Plan:
     """Read, check and plan, without changing anything on disk or on a device.
 

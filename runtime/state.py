@@ -31,7 +31,7 @@ from runtime.parallel import (
     try_compiling,
     warm_up_ddp_buckets,
 )
-from runtime.preflight import InitialWeights, Plan
+from runtime.preflight import Data, InitialWeights, Plan
 from runtime.statistics import Statistics, join
 from runtime.updates import Updates
 
@@ -252,6 +252,14 @@ def find_start(
     return Start(checkpoints, step, metadata)
 
 
+def build_metadata(start: Start, data: Data, threads: int) -> dict[str, Any]:
+    """Everything in a checkpoint besides tensors."""
+    metadata = start.metadata | data.identity | {"threads": threads}
+    if data.document_token is not None:
+        metadata["document_token"] = data.document_token
+    return metadata
+
+
 def build_model(
     config: Config,
     document_token: int | None,
@@ -285,15 +293,11 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     Every rank calls it.
 
     Raises:
-        RunError: all checkpoints are damaged, or the newest is of other data or does not fit the
-            model.
+        RunError: all checkpoints are damaged, or the newest does not fit the data or the model.
     """
     config, train = plan.config, plan.config.train
     start = find_start(plan.run, plan.branch, plan.data.identity, ranks)
     threads = distributed.choose_threads(plan.device, start.metadata.get("threads"))
-    metadata = start.metadata | plan.data.identity | {"threads": threads}
-    if plan.data.document_token is not None:
-        metadata["document_token"] = plan.data.document_token
     model = build_model(config, plan.data.document_token, plan.initial_weights, ranks)
     mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoE)]
     selection_bias = SelectionBias(mixtures, train)
@@ -319,12 +323,11 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     if compute.shares_casts:
         copy_dtype = choose_copy_dtype(config.model.backend, plan.device, plan.dtype)
     optimizer = build_optimizer(model, config.optim, copy_dtype)
-    n_mixture, n_expert = len(mixtures), config.model.n_expert
     joined = torch.compile(join, fullgraph=True) if compiles else join
     captures = can_capture(train.cuda_graph, plan.device, ranks.world_size)
     state = TrainState(
         step=start.step,
-        metadata=metadata,
+        metadata=build_metadata(start, plan.data, threads),
         compute=compute,
         model=model,
         runner=runner,
@@ -333,14 +336,13 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         updates=Updates(optimizer, config, scaled=plan.dtype == torch.float16, compile=compiles),
         selection_bias=selection_bias,
         average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
-        interval=Statistics(n_mixture, n_expert, ranks.device, join=joined),
+        interval=Statistics(len(mixtures), config.model.n_expert, ranks.device, join=joined),
         graph=StepGraph(model.parameters(), captures),
     )
     if start.step:
         checkpoint.restore(start.checkpoints, start.step, model, optimizer.parts, state.tensors)
     shape = (train.micro_batch_size, config.model.block_size)
-    tokens = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
     with compute.autocast():
-        warm_up_ddp_buckets(runner, tokens)
+        warm_up_ddp_buckets(runner, shape, ranks.device)
     optimizer.zero_grad(set_to_none=False)
     return state
