@@ -26,7 +26,7 @@ from report.runs import find_runs
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the report and print its tables."""
-    parser = make_parser("scripts.report", __doc__)
+    parser = make_report_parser("scripts.report", __doc__)
     parser.add_argument(
         "--out", type=Path, help="folder; its report is replaced (default: report-NAME beside them)"
     )
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"report: {out}/report.html")
 
 
-def make_parser(module: str, doc: str | None) -> ArgumentParser:
+def make_report_parser(module: str, doc: str | None) -> ArgumentParser:
     """A parser of `python -m MODULE` for the runs of a report and how they are compared."""
     parser = build_parser(module, doc)
     parser.add_argument(

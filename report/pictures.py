@@ -19,10 +19,10 @@ from report.groups import Group, Variant, format_tick
 from report.style import choose_style
 from report.tables import find_measures, read_measure
 
-MARKERS = 12  # per line, about
+MARKERS = 12  # about, per line: more hide the line
 
 
-class Point(NamedTuple):
+class PlotPoint(NamedTuple):
     """A point of a line, with the ends of its band or bar."""
 
     mean: float
@@ -30,7 +30,7 @@ class Point(NamedTuple):
     high: float
 
 
-Points = Mapping[Any, Point]  # by x
+Points = Mapping[Any, PlotPoint]  # by x
 Lines = Mapping[Variant, Points]  # of a panel
 
 
@@ -70,7 +70,7 @@ def collect_means(group: Group, variant: Variant, name: str) -> Points:
     points = {}
     for x, of_seeds in values.items():
         if of_seeds:
-            points[x] = Point(float(np.mean(of_seeds)), min(of_seeds), max(of_seeds))
+            points[x] = PlotPoint(float(np.mean(of_seeds)), min(of_seeds), max(of_seeds))
     return points
 
 
@@ -91,7 +91,7 @@ def collect_differences(group: Group, variant: Variant, baseline: str) -> Points
     points = {}
     for x, difference in differences.items():
         if difference is not None:
-            points[x] = Point(difference.mean, difference.low, difference.high)
+            points[x] = PlotPoint(difference.mean, difference.low, difference.high)
     return points
 
 

@@ -36,10 +36,10 @@ VALUES = {  # column: (name in metrics.jsonl, format)
     "MFU": ("perf/mfu", ".1%"),
 }
 COLUMNS = ("run", "state", "step", *VALUES, "left", "trouble")
-SILENT = 300  # seconds without a line of metrics before a run in progress is called silent
+SILENT = 300  # seconds without a line of metrics until a running run is called silent; not measured
 
 
-def describe_run(run: Run, now: float | None = None) -> dict[str, str]:
+def describe_status(run: Run, now: float | None = None) -> dict[str, str]:
     """COLUMNS of a run; those that are unknown are empty.
 
     Its state is running, silent, finished, failed or stopped. The time left is at the median speed
@@ -51,7 +51,7 @@ def describe_run(run: Run, now: float | None = None) -> dict[str, str]:
     """
     if now is None:
         now = time.time()
-    last = newest_values(run)
+    last = collect_newest(run)
     step = int(last.get("step", 0))
     trouble = find_trouble(run, last)
     alive = is_alive(run.folder / "lock", now)
@@ -101,7 +101,7 @@ def build_table(rows: Sequence[dict[str, str]]) -> Table:
     return table
 
 
-def newest_values(run: Run) -> dict[str, float]:
+def collect_newest(run: Run) -> dict[str, float]:
     """The newest value of each name in the run's metrics.
 
     `val/loss` is NaN if the last one was not finite.
@@ -183,7 +183,7 @@ def format_table(places: Sequence[Path]) -> str:
     runs, errors = read_runs(places)
     text = f"no runs in {', '.join(map(str, places))} yet"
     if runs:
-        rows = [describe_run(run) for run in runs]
+        rows = [describe_status(run) for run in runs]
         text = build_table(rows).to_text(left=2)
     return "\n".join([text, *errors])
 
@@ -235,7 +235,7 @@ def make_server(port: int, read: Callable[[], list[Run]]) -> ThreadingHTTPServer
                 return self.send_error(404)
             with lock:
                 runs = read()
-                newest = [describe_run(run) for run in runs]
+                newest = [describe_status(run) for run in runs]
                 if newest != rows or not page:
                     rows = newest
                     page = build_page(runs, rows)

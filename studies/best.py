@@ -11,7 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
-from report.__main__ import make_parser
+from report.__main__ import make_report_parser
 from report.blocks import Table
 from report.comparisons import Comparison, judge_pairs
 from report.groups import Group, Variant, format_value, join_labels
@@ -22,7 +22,7 @@ from studies.command import print_tables
 
 def tabulate(argv: Sequence[str]) -> list[Table]:
     """The verdicts on best values, a table for each group."""
-    parser = make_parser("studies.best", __doc__)
+    parser = make_report_parser("studies.best", __doc__)
     parser.add_argument("--choose-on", nargs="+", type=int, required=True, metavar="SEED")
     args = parser.parse_args(argv)
     if not args.over:

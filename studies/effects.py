@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from report.__main__ import make_parser
+from report.__main__ import make_report_parser
 from report.blocks import Table
 from report.comparisons import estimate_difference, judge_family
 from report.groups import Group
@@ -24,7 +24,7 @@ PARTS = ("l2 norm", "ReLU", "γ")
 
 def tabulate(argv: Sequence[str]) -> list[Table]:
     """The effects, a table for each group."""
-    args = make_parser("studies.effects", __doc__).parse_args(argv)
+    args = make_report_parser("studies.effects", __doc__).parse_args(argv)
     return [tabulate_effects(group, args.margin) for group in read_report(args).groups]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from report.__main__ import make_parser
+from report.__main__ import make_report_parser
 from report.blocks import Table
 from report.comparisons import estimate_difference
 from report.groups import Group, Variant
@@ -23,7 +23,7 @@ TOP_K = "model.top_k"
 
 def tabulate(argv: Sequence[str]) -> list[Table]:
     """The table of all groups together."""
-    args = make_parser("studies.growth", __doc__).parse_args(argv)
+    args = make_report_parser("studies.growth", __doc__).parse_args(argv)
     return [tabulate_growth(read_report(args).groups)]
 
 

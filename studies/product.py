@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from report.__main__ import make_parser
+from report.__main__ import make_report_parser
 from report.groups import Group
 from report.page import read_report
 from report.pictures import collect_means
@@ -19,7 +19,7 @@ from report.style import choose_style
 
 def plot(argv: Sequence[str]) -> Figure:
     """The picture of the first group."""
-    args = make_parser("studies.product", __doc__).parse_args(argv)
+    args = make_report_parser("studies.product", __doc__).parse_args(argv)
     return plot_product(read_report(args).groups[0])
 
 

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from common.command import build_parser, command, run_command
 from common.files import write_atomic
 from report import tables
-from report.__main__ import make_parser
+from report.__main__ import make_report_parser
 from report.blocks import Table
 from report.comparisons import MIN_SEEDS, find_pairs, judge_pairs
 from report.groups import Group
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the pages and pictures, or compare the pages."""
     parser = build_parser("studies.results", __doc__)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 if a table differs"
+        "--check", action="store_true", help="write nothing; fail if a table differs"
     )
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +101,7 @@ def expand_arguments(arguments: str, folder: Path) -> list[str]:
 
 def parse_report(argv: Sequence[str]) -> Report:
     """The report that the arguments of scripts.report name."""
-    return read_report(make_parser("scripts.report", None).parse_args(argv))
+    return read_report(make_report_parser("scripts.report", None).parse_args(argv))
 
 
 def plot_report(argv: Sequence[str]) -> Figure:

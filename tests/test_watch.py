@@ -17,7 +17,7 @@ from runs import REPO_ROOT
 
 from report.runs import read_run
 from scripts import watch
-from scripts.watch import build_page, describe_run, make_server
+from scripts.watch import build_page, describe_status, make_server
 
 TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}
 END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
@@ -59,7 +59,7 @@ def append(folder, *lines):
 
 
 def status_of(folder, now=None):
-    return describe_run(read_run(folder), now)
+    return describe_status(read_run(folder), now)
 
 
 def dead_process():
@@ -219,5 +219,5 @@ def test_runs_that_cannot_be_compared_are_in_the_page(tmp_path, make_run):
         make_run("b", [(20, {"val/loss": 2.0})], None, "tanh"),
     ]
     runs = [*map(read_run, folders)]
-    page = build_page(runs, [*map(describe_run, runs)]).decode()
+    page = build_page(runs, [*map(describe_status, runs)]).decode()
     assert "evaluated at no common step" in page and all(str(folder) in page for folder in folders)
