@@ -13,7 +13,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
 def make_norm(config: Any, width: int) -> nn.LayerNorm | nn.RMSNorm:
@@ -27,12 +26,12 @@ class Documents(NamedTuple):
     """The documents of windows (data.document_mask): positions, and what each position may see."""
 
     positions: Tensor  # (B, T) int64, counted from the start of a document, or of the window
-    # (B, 1, T, T): positions of the same document up to a query's own; a tensor has 0 where a key
-    # is seen and -inf where it is hidden
-    mask: Tensor | BlockMask
+    # (B, 1, T, T) added to scores: 0 for positions of the same document up to a query's own, else
+    # -inf
+    mask: Tensor
 
 
-def find_documents(idx: Tensor, token: int, dtype: torch.dtype, blocks: bool = False) -> Documents:
+def find_documents(idx: Tensor, token: int, dtype: torch.dtype) -> Documents:
     """Find the documents of windows: an end-of-text token starts each.
 
     As an input that token only predicts how the next document begins, so it sees nothing of the one
@@ -41,25 +40,16 @@ def find_documents(idx: Tensor, token: int, dtype: torch.dtype, blocks: bool = F
     Args:
         idx: (B, T) int64 token ids.
         token: the id of end-of-text.
-        dtype: of queries, and so of a mask that is a tensor: each layer would keep a copy of a
-            boolean mask in this dtype for its backward pass.
-        blocks: make a BlockMask of flex_attention, which skips hidden blocks, instead of a tensor.
+        dtype: of queries, and so of the mask: each layer would keep a copy of a boolean mask in
+            this dtype for its backward pass.
     """
-    B, T = idx.shape
-    position = torch.arange(T, device=idx.device)
+    position = torch.arange(idx.shape[1], device=idx.device)
     start = torch.where(idx == token, position, 0).cummax(1).values  # (B, T) of its document
-
-    def is_seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (start[b, q] <= k) & (k <= q)
-
-    if blocks:
-        mask = create_block_mask(is_seen, B, None, T, T, device=idx.device)
-    else:
-        not_later = position <= position[:, None]  # (T, T) of query and key
-        seen = (start[:, :, None] <= position) & not_later  # (B, T, T)
-        zeros = torch.zeros(seen.shape, dtype=dtype, device=idx.device)
-        mask = zeros.masked_fill_(~seen, -torch.inf)[:, None]
-    return Documents(position - start, mask)
+    not_later = position <= position[:, None]  # (T, T) of query and key
+    seen = (start[:, :, None] <= position) & not_later  # (B, T, T)
+    zeros = torch.zeros(seen.shape, dtype=dtype, device=idx.device)
+    mask = zeros.masked_fill_(~seen, -torch.inf)
+    return Documents(position - start, mask[:, None])
 
 
 class KVCache:
@@ -208,26 +198,18 @@ class Attention(nn.Module):
         return x.view(B, T, -1, self.head_size).transpose(1, 2)  # (B, heads, T, hs)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float = 0.0
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
     """Softmax attention, (B, nh, T, hs).
 
     Args:
         q: (B, nh, T, hs) queries.
         k: (B, nkv, S, hs) keys.
         v: (B, nkv, S, hs) values.
-        mask: the keys that each query sees, (B, 1, T, S) bool or added to scores, or a BlockMask;
-            None: all up to the query's own position.
-        dropout: of probabilities; flex_attention has none.
+        mask: the keys that each query sees, (B, 1, T, S) bool or added to scores; None: all up to
+            the query's own position.
+        dropout: of probabilities.
     """
     groups = q.shape[1] // k.shape[1]
-    if isinstance(mask, BlockMask):
-        # inductor's CPU kernel reads values with the keys' strides
-        q = q.contiguous()
-        k = k.contiguous()
-        v = v.contiguous()
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=groups > 1)
     shares_keys = groups > 1 and can_share_keys(q, mask)
     if groups > 1 and not shares_keys:
         k = k.repeat_interleave(groups, 1)  # (B, nh, S, hs)

@@ -189,14 +189,12 @@ class GPT(nn.Module):
     Attributes:
         document_token: the id that starts a document (data.document_mask); None: attention crosses
             documents.
-        compiled: True if `parallel.compile_blocks` has compiled the blocks.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.document_token: int | None = None
-        self.compiled = False
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = None
         if config.pos == "learned":
@@ -284,7 +282,7 @@ class GPT(nn.Module):
                 f"{T} tokens are more than the model's block_size of {self.config.block_size}"
             )
         if past is None:
-            documents = self.find_documents(idx, self.compiled)
+            documents = self.find_documents(idx)
             seen = documents
         else:
             past.prepare(idx, self.document_token)
@@ -302,19 +300,15 @@ class GPT(nn.Module):
             layers.append(stats)
         return add(x, y), layers
 
-    def find_documents(self, idx: Tensor, compiled: bool) -> Documents | None:
-        """The documents of windows (B, T); None if attention crosses them.
-
-        `compiled` is for blocks that torch.compile has compiled: on a GPU they use a BlockMask.
-        """
+    def find_documents(self, idx: Tensor) -> Documents | None:
+        """The documents of windows (B, T); None if attention crosses them."""
         if self.document_token is None:
             return None
         device = idx.device.type
         dtype = self.wte.weight.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        blocks = compiled and idx.is_cuda and not self.config.dropout
-        return find_documents(idx, self.document_token, dtype, blocks)
+        return find_documents(idx, self.document_token, dtype)
 
     @property
     def head(self) -> Tensor:

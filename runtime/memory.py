@@ -56,8 +56,7 @@ def estimate_memory(
 ) -> Memory:
     """Estimate the memory of one rank at the peak of a training step.
 
-    Muon's working memory is not counted, since activations are freed before. The mask of
-    data.document_mask is counted, though compiled blocks on CUDA have no such tensor.
+    Muon's working memory is not counted, since activations are freed before.
 
     Args:
         config: the run's settings.

@@ -112,7 +112,6 @@ def compile_blocks(model: GPT) -> None:
     versions of torch before 2.13 may refuse if there is an autograd.Function or activation
     checkpointing in them.
     """
-    model.compiled = True
     torch._dynamo.config.optimize_ddp = False
     # By default a graph's backward pass is traced under autocast, which would round the routers'
     # backward pass to half precision. Eager mode does not.
@@ -150,7 +149,7 @@ def try_compiling(
                 inputs = torch.zeros(*shape, model.config.n_embd, device=device, requires_grad=True)
                 idx = torch.zeros(shape, dtype=torch.int64, device=device)
                 with autocast:
-                    documents = model.find_documents(idx, True)
+                    documents = model.find_documents(idx)
                     x, y, _ = trial(inputs, None, idx, None, documents)
                     _, y, _ = trial(x, y, idx, None, documents)  # as a later block
                     y.float().sum().backward()

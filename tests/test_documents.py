@@ -10,9 +10,8 @@ import torch
 from corpora import write_ids
 from numerics import assert_near, seeded, tolerance
 from runs import all_logits, column, run
-from torch.nn.attention.flex_attention import BlockMask
 
-from attention import KVCache, attend, find_documents
+from attention import KVCache
 from configure import Config
 from data import DataError
 from eval import val_loss
@@ -115,35 +114,6 @@ def test_a_cache_equals_each_document_alone(pos, router, n_kv_head):
         )
 
 
-@pytest.mark.numerics
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("length", [12, 300])  # of 300 some blocks are full, some empty
-@pytest.mark.parametrize("heads", [4, 2])
-def test_flex_attention_equals_the_mask(length, heads, monkeypatch):
-    """Values and gradients, with shared heads.
-
-    On a CPU it runs eagerly, and refuses gradients that it has.
-    """
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda q, k, v: None)
-    draw = seeded(length)
-    idx = torch.randint(END, (2, length), generator=draw)
-    idx[0, [length // 3, length // 2]], idx[1, length - 2] = END, END
-    q, k, v = (
-        torch.randn(2, n, length, 16, generator=draw, dtype=torch.float64)
-        for n in (4, heads, heads)
-    )
-    weights = torch.randn(q.shape, generator=draw, dtype=torch.float64)
-    results = []
-    for as_blocks in (False, True):
-        documents = find_documents(idx, END, torch.float64, as_blocks)
-        assert isinstance(documents.mask, BlockMask) == as_blocks
-        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        y = attend(*leaves, documents.mask)
-        results.append([y, *torch.autograd.grad((y * weights).sum(), leaves)])
-    for one, other in zip(*results, strict=True):
-        assert_near(one, other, tolerance(torch.float64, length, roundings=8))
-
-
 def test_evaluation_has_the_mask_of_training(tiny, call, tmp_path):
     config = tiny(MASKED, "eval.windows=60")  # some of them with ends
     logged = column(run(config), "val/loss")[-1]
@@ -167,15 +137,3 @@ def test_what_a_mask_refuses(tiny, tmp_path):
     ):
         plan_run(tiny(MASKED, *one))
     plan_run(tiny(*one))
-
-
-@pytest.mark.gpu
-def test_compiled_on_a_gpu_flex_attention_trains_as_the_mask(tiny):
-    settings = [MASKED, "train.device=cuda", "train.dtype=float32"]
-    losses = [
-        torch.tensor(
-            column(run(tiny(*settings, f"run.name={word}", f"train.compile={word}")), "val/loss")
-        )
-        for word in ("off", "on")
-    ]
-    assert_near(losses[1], losses[0], 1e-3)
