@@ -2,7 +2,7 @@
 
     python -m eval.routing runs/A                              loads, pairs, tokens
     python -m eval.routing runs/A --other runs/B               and where two runs agree
-    python -m eval.routing runs/A --other-checkpoint 500       or two checkpoints of one run
+    python -m eval.routing runs/A --other runs/A --checkpoint 500    or one run's checkpoints
     python -m eval.routing runs/A --trace FILE.npz             each token's experts and gates
     python -m eval.routing runs/B --replay FILE.npz            B's loss with those experts
     python -m eval.routing runs/A --text "for i in range(3):"  experts and gates of each token
@@ -46,6 +46,7 @@ from eval.trained import (
     Trained,
     add_device_argument,
     add_run_arguments,
+    load_model,
     load_run,
     open_set,
     set_up_device,
@@ -56,7 +57,6 @@ from router import Routing, find_spec
 MIN_COUNT = 10  # occurrences; the choices of a rarer token are mostly noise (not measured)
 # Approximate. A batch has at least two windows: the baseline shuffles choices across them.
 BATCH_TOKENS = 4096
-SHOWN = 8  # tokens per expert in routing.json
 WINDOWS = 64  # read unless --windows says otherwise
 
 
@@ -129,7 +129,6 @@ class LayerReport:
     strongest_partner_by_chance: float
     vocabulary: float  # share of a token's occurrences that its most frequent expert has, mean
     vocabulary_by_chance: float
-    experts: list[dict[str, Any]]  # (E,) divergence from the text in nats, and typical tokens
 
 
 def count_pairs(mine: Tensor, theirs: Tensor, n_expert: int) -> Tensor:
@@ -185,12 +184,12 @@ def route_text(model: GPT, tokenizer: Tokenizer, text: str) -> tuple[list[str], 
 @torch.no_grad()
 def count_routing(
     model: GPT, other: GPT | None = None, *, text: np.ndarray
-) -> tuple[list[LayerCounts], np.ndarray, np.ndarray]:
+) -> tuple[list[LayerCounts], np.ndarray]:
     """Run windows `text` (W, T) int64, two or more, through a model and the one to compare it with.
 
     Returns:
-        The counts of each layer with experts; the ids (U,) of the common tokens, the most common
-        first; and how often each of them occurs (U,).
+        The counts of each layer with experts, and how often each common token occurs (U,), the most
+        common first.
 
     Raises:
         ValueError: no token occurs MIN_COUNT times.
@@ -220,7 +219,7 @@ def count_routing(
             theirs = record_routing(other, idx.to(device))
         for counts, routing, other_routing in zip(layers, mine, theirs, strict=True):
             counts.add(routing, rows, other_routing)
-    return layers, ids, occurrences[ids]
+    return layers, occurrences[ids]
 
 
 def mean_strongest(shares: np.ndarray) -> float:
@@ -235,22 +234,6 @@ def mean_strongest(shares: np.ndarray) -> float:
     """
     of_partners = np.where(np.eye(len(shares), dtype=bool), 0, shares)
     return float(of_partners.max(1)[shares.any(1)].mean())
-
-
-def divergence_from_text(choices: np.ndarray) -> np.ndarray:
-    """Compute the KL divergence of each expert's tokens from the tokens of the text.
-
-    Args:
-        choices: (U + 1, E), how often each token chose each expert.
-
-    Returns:
-        (E,) nats, Σ_x P(x|e) ln(P(x|e) / P(x)); 0 for an expert without tokens.
-    """
-    p_of_expert = choices / np.maximum(choices.sum(0), 1)  # (U + 1, E)
-    p_of_text = choices.sum(1, keepdims=True) / choices.sum()  # (U + 1, 1)
-    ratio = p_of_expert / np.maximum(p_of_text, 1e-300)  # 0 for a token that does not occur
-    log_ratio = np.log(np.where(ratio > 0, ratio, 1))
-    return (p_of_expert * log_ratio).sum(0)
 
 
 def compare_choices(agreement: np.ndarray, top_k: int) -> dict[str, float]:
@@ -276,22 +259,12 @@ def compare_choices(agreement: np.ndarray, top_k: int) -> dict[str, float]:
     return shares
 
 
-def describe_layer(
-    layer: int, counts: LayerCounts, ids: np.ndarray, occurrences: np.ndarray, tokenizer: Tokenizer
-) -> LayerReport:
-    """Turn a layer's counts into measures; see `count_routing` for `ids` and `occurrences`."""
+def describe_layer(layer: int, counts: LayerCounts, occurrences: np.ndarray) -> LayerReport:
+    """Turn a layer's counts into measures; see `count_routing` for `occurrences`."""
     N = counts.tokens
     together = counts.together.cpu().numpy()
     loads = together.diagonal()
     by_token, by_chance = counts.by_token.cpu().numpy()  # (U + 1, E) each
-    nats = divergence_from_text(by_token).tolist()
-    nats_by_chance = divergence_from_text(by_chance).tolist()
-    experts = []
-    for expert, choices in enumerate(by_token[:-1].T):
-        typical = find_typical_tokens(choices, int(loads[expert]), ids, occurrences / N, tokenizer)
-        experts.append(
-            {"nats": nats[expert], "nats_by_chance": nats_by_chance[expert], "tokens": typical}
-        )
     return LayerReport(
         layer=layer,
         loads=loads.tolist(),
@@ -304,61 +277,18 @@ def describe_layer(
         strongest_partner_by_chance=mean_strongest(np.broadcast_to(loads / N, together.shape)),
         vocabulary=float((by_token[:-1].max(1) / occurrences).mean()),
         vocabulary_by_chance=float((by_chance[:-1].max(1) / occurrences).mean()),
-        experts=experts,
     )
 
 
-def find_typical_tokens(
-    choices: np.ndarray, load: int, ids: np.ndarray, shares: np.ndarray, tokenizer: Tokenizer
-) -> list[dict[str, Any]]:
-    """Find the tokens that add most to an expert's divergence from the text.
-
-    Args:
-        choices: (U,), how often each common token chose the expert.
-        load: choices of all tokens.
-        ids: (U,) of the tokens.
-        shares: (U,) of each token in the text.
-        tokenizer: decodes ids.
-
-    Returns:
-        At most SHOWN tokens; `share` is the token's share of the load, `lift` the ratio to its
-        share of the text.
-    """
-    share_of_load = choices / max(1, load)
-    lift = share_of_load / shares
-    gain = choices * np.log(np.maximum(lift, 1))
-    tokens = []
-    for row in np.argsort(-gain, kind="stable")[:SHOWN].tolist():
-        if gain[row] > 0:
-            token = int(ids[row])
-            share = float(share_of_load[row])
-            text = tokenizer.decode([token])
-            tokens.append({"id": token, "text": text, "share": share, "lift": float(lift[row])})
-    return tokens
-
-
-def load_models(args: argparse.Namespace) -> tuple[Trained, Trained | None, Tokenizer]:
-    """Load the run and, if asked for, the one to compare it with. Raises ValueError."""
-    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    other = None
-    if args.other or args.other_checkpoint is not None:
-        require_packages("scipy")
-        folder = args.other or args.run
-        other, _ = load_run(folder, args.other_checkpoint, args.average, args.ema)
-    check_has_router(trained)
-    if other:
-        check_has_router(other)
-        check_comparable(trained, other)
-    return trained, other, tokenizer
-
-
-def check_has_router(trained: Trained) -> None:
-    """Raise ValueError for a dense model."""
+def load_with_router(folder: Path, step: int | None, args: argparse.Namespace) -> Trained:
+    """Load a run's model, with --average or --ema. Raises ValueError if it is dense."""
+    trained = load_model(folder, step, args.average, args.ema)
     config = trained.config
     if find_spec(config.model.router) is None:
         raise ValueError(
             f"{config.run.name} is dense and has no router; name a run with another model.router"
         )
+    return trained
 
 
 def check_comparable(trained: Trained, other: Trained) -> None:
@@ -413,9 +343,8 @@ def print_text(args: argparse.Namespace) -> None:
 
 def check_trace_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for arguments that --trace or --replay would ignore."""
-    compares = args.other or args.other_checkpoint is not None
     names_text = args.data or args.windows is not None
-    if compares or (args.replay and names_text):
+    if args.other or (args.replay and names_text):
         raise ValueError(
             "--trace takes no --other, and --replay, whose text is the trace's, "
             "no --data or --windows"
@@ -425,7 +354,7 @@ def check_trace_arguments(args: argparse.Namespace) -> None:
 def save_trace(args: argparse.Namespace) -> None:
     """Write the file of --trace. Raises ValueError and OSError."""
     check_trace_arguments(args)
-    trained, _, _ = load_models(args)
+    trained = load_with_router(args.run, args.step, args)
     trained.model.to(set_up_device(args))
     inputs, targets, data = read_validation(trained, args)
     write_trace(args.trace, trained, np.concatenate([inputs, targets[:, -1:]], 1))
@@ -438,7 +367,7 @@ def replay_trace(args: argparse.Namespace) -> None:
     Raises ValueError and OSError.
     """
     check_trace_arguments(args)
-    trained, _, _ = load_models(args)
+    trained = load_with_router(args.run, args.step, args)
     trained.model.to(set_up_device(args))
     trace = read_trace(args.replay, trained)
     own = trace_windows(trained.model, trace["tokens"])
@@ -467,19 +396,24 @@ def print_measures(args: argparse.Namespace) -> None:
     Raises ValueError and OSError.
     """
     device = set_up_device(args)
-    trained, other, tokenizer = load_models(args)
+    trained = load_with_router(args.run, args.step, args)
+    other = None
+    if args.other:
+        require_packages("scipy")
+        other = load_with_router(args.other, None, args)
+        check_comparable(trained, other)
     text, _, data = read_validation(trained, args)
     if len(text) < 2:
         raise ValueError(
             f"{data}: {len(text)} window, chance needs two; raise --windows or name a larger set"
         )
     other_model = other.model.to(device) if other else None
-    counts, ids, occurrences = count_routing(trained.model.to(device), other_model, text=text)
+    counts, occurrences = count_routing(trained.model.to(device), other_model, text=text)
 
     model = trained.config.model
     layers = []
     for number, layer in enumerate(counts, model.n_dense_layer):
-        layers.append(describe_layer(number, layer, ids, occurrences, tokenizer))
+        layers.append(describe_layer(number, layer, occurrences))
     report: dict[str, Any] = {
         "run": trained.config.run.name,
         "step": trained.step,
@@ -567,13 +501,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser("eval.routing", __doc__)
     add_run_arguments(parser)
     add = parser.add_argument
-    add("--other", type=Path, metavar="RUN", help="a run to compare with")
-    add(
-        "--other-checkpoint",
-        type=int,
-        metavar="STEP",
-        help="of --other, or of the run itself (default: the last)",
-    )
+    add("--other", type=Path, metavar="RUN", help="a run to compare with, at its last step")
     add("--data", metavar="SET", help="a prepared set, folder or name (default: the run's own)")
     add("--windows", type=int, help=f"of block_size tokens (default: {WINDOWS})")
     trace = parser.add_mutually_exclusive_group().add_argument

@@ -65,7 +65,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add RUN, --checkpoint (stored as `step`), --average and --ema."""
     parser.add_argument("run", type=Path, help="run folder, such as runs/quickstart-kern")
     add = parser.add_argument
-    add("--checkpoint", "--step", dest="step", type=int, metavar="STEP", help="(default: the last)")
+    add("--checkpoint", dest="step", type=int, metavar="STEP", help="(default: the last)")
     add(
         "--average",
         type=int,

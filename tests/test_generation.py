@@ -148,7 +148,7 @@ def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, call):
     assert first.startswith("a bee ") and len(first) > len("a bee \n")
     assert text("--seed", "1") == first
     assert text("--seed", "2") != first
-    assert text("--step", "2", "--seed", "1") != first  # the weights of another checkpoint
+    assert text("--checkpoint", "2", "--seed", "1") != first  # the weights of another checkpoint
     greedy = text("--temperature", "0", "--seed", "1")
     assert greedy == text("--top-k", "1", "--seed", "2")
     run, tokenizer = load_run(trained)
@@ -188,7 +188,9 @@ def test_sample_refuses_bad_input(trained, tmp_path, call):
         return line
 
     assert "no such folder" in error(tmp_path / "nothing")
-    assert "no checkpoint of step 3, it has 2, 4; name one of these" in error(trained, "--step", 3)
+    assert "no checkpoint of step 3, it has 2, 4; name one of these" in error(
+        trained, "--checkpoint", 3
+    )
     assert "a prompt of 32 tokens" in error(trained, "--prompt", "x" * 32)
     call(sample.main, trained, "--prompt", "x" * 31, "--tokens", 1)
     for wrong in (

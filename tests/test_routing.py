@@ -15,14 +15,13 @@ import pytest
 import torch
 from conftest import write_tiny
 from numerics import assert_near, seeded, tolerance
-from runs import REPO_ROOT, column
+from runs import REPO_ROOT
 from test_router import GATES, SPARSE
 
 import configure
 import train
 from data.bins import open_tokens
 from data.loader import fixed_windows, windows
-from data.tokenizer import ByteTokenizer
 from eval import routing, traces
 from eval.routing import (
     compare_choices,
@@ -80,8 +79,8 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
     often = Counter(idx.ravel().tolist())
     least = sorted(often.values())[len(often) // 2]
     monkeypatch.setattr(routing, "MIN_COUNT", least)
-    counted, ids, seen = count_routing(model, text=idx)
-    layers = [asdict(describe_layer(0, layer, ids, seen, ByteTokenizer())) for layer in counted]
+    counted, seen = count_routing(model, text=idx)
+    layers = [asdict(describe_layer(0, layer, seen)) for layer in counted]
     with torch.no_grad():  # in the same batches: in others rounding could change a choice
         batches = [record_routing(model, batch) for batch in torch.from_numpy(idx).split(2)]
     by_layer = [
@@ -95,10 +94,9 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
         .tolist()
     )
     assert [layer.tokens for layer in counted] == [len(text)] * len(counted) and len(text) == 384
-    assert dict(zip(ids.tolist(), seen.tolist(), strict=True)) == {
-        x: n for x, n in often.items() if n >= least
-    }
-    assert seen.tolist() == sorted(seen.tolist(), reverse=True) and len(often) > len(ids) > 5
+    common = [x for x, n in often.items() if n >= least]
+    assert seen.tolist() == sorted((often[x] for x in common), reverse=True)
+    assert len(often) > len(common) > 5
     for layer, decided in zip(layers, by_layer, strict=True):
         loads = Counter()
         both = Counter()
@@ -132,27 +130,8 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
         assert layer["strongest_partner_by_chance"] == pytest.approx(by_chance)
         for key, counts in (("vocabulary", took), ("vocabulary_by_chance", took_by_chance)):
             assert layer[key] == pytest.approx(
-                np.mean([max(counts[x, e] for e in E) / often[x] for x in ids.tolist()])
+                np.mean([max(counts[x, e] for e in E) / often[x] for x in common])
             )
-        rare = {x: x if n >= least else -1 for x, n in often.items()}
-        share_of_text = Counter(rare[x] for x in text)
-        for e, expert in enumerate(layer["experts"]):
-            mine = Counter(
-                {x: sum(took[y, e] for y in often if rare[y] == x) for x in share_of_text}
-            )
-            ratios = {x: n / loads[e] / (share_of_text[x] / 384) for x, n in mine.items() if n}
-            nats = sum(mine[x] / loads[e] * math.log(ratio) for x, ratio in ratios.items())
-            assert expert["nats"] == pytest.approx(nats, abs=1e-12)
-            gains = {x: mine[x] * math.log(max(ratio, 1)) for x, ratio in ratios.items() if x >= 0}
-            gained = [gains[token["id"]] for token in expert["tokens"]]
-            assert gained == pytest.approx(
-                sorted(filter(None, gains.values()), reverse=True)[: routing.SHOWN]
-            )
-            for token in expert["tokens"]:
-                x = token["id"]
-                assert token["share"] == took[x, e] / loads[e] and token["text"] == chr(x)
-                assert token["lift"] == pytest.approx(token["share"] / (often[x] / 384))
-                assert token["lift"] > 1
 
 
 def test_chance_is_another_window_and_position():
@@ -166,13 +145,11 @@ def test_chance_is_another_window_and_position():
 def test_expert_without_tokens_counts_nowhere():
     shares = np.array([[1, 0.75, 0.25, 0], [0.5, 1, 0.5, 0], [0.25, 0.75, 1, 0], [0, 0, 0, 0]])
     assert routing.mean_strongest(shares) == pytest.approx((0.75 + 0.5 + 0.75) / 3)
-    absent = np.array([[2, 0], [3, 0], [0, 0]])  # and no token is rare
-    assert routing.divergence_from_text(absent).tolist() == [0, 0]
 
 
 def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
     def agreement_of(model, other, tokens):
-        layers, *_ = count_routing(
+        layers, _ = count_routing(
             model, other, text=windows(tokens, fixed_windows(tokens, 32, 12), 32)[0]
         )
         return [compare_choices(layer.agreement.numpy(), top_k=2) for layer in layers]
@@ -205,21 +182,22 @@ def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
 
 def test_command_compares_two_checkpoints(made):
     run = made / "kern"
-    assert routing.main([str(run), "--windows", "6", "--other-checkpoint", "2"]) == 0
-    report = json.loads(
-        (run / "eval/step_00000004/routing-kern-step_00000002/routing.json").read_text()
-    )
-    *_, logged = column(read_metrics(run / "metrics.jsonl", ["val/loads"]), "val/loads")
+    words = [str(run), "--windows", "6", "--checkpoint", "2", "--other", str(run)]
+    assert routing.main(words) == 0
+    file = run / "eval/step_00000002/routing-kern-step_00000004/routing.json"
+    report = json.loads(file.read_text())
+    lines = read_metrics(run / "metrics.jsonl", ["val/loads"])
+    logged = {line["step"]: line["val/loads"] for line in lines if "val/loads" in line}
     # what training saw in the same six windows
-    assert [layer["loads"] for layer in report["layers"]] == logged
-    assert report["step"] == 4
+    assert [layer["loads"] for layer in report["layers"]] == logged[2]
+    assert report["step"] == 2
     assert report["windows"] == 6
     assert report["tokens"] == 192
     assert report["router"] == "kern"
-    assert (report["top_k"], report["other"]) == (2, "kern, step_00000002")
-    models = [load_model(run, step).model for step in (4, 2)]
+    assert (report["top_k"], report["other"]) == (2, "kern, step_00000004")
+    models = [load_model(run, step).model for step in (2, 4)]
     tokens = open_tokens(Path(report["data"]), "val")
-    layers, *_ = count_routing(*models, text=windows(tokens, fixed_windows(tokens, 32, 6), 32)[0])
+    layers, _ = count_routing(*models, text=windows(tokens, fixed_windows(tokens, 32, 6), 32)[0])
     for number, (agreement, layer) in enumerate(zip(report["agreement"], layers, strict=True)):
         assert agreement == {"layer": number} | compare_choices(layer.agreement.numpy(), top_k=2)
         assert agreement["same_number"] == layer.agreement[0].trace().item() / (192 * 2)

@@ -63,7 +63,6 @@ def main(argv: list[str] | None, stop: Stop) -> int:
         action="store_true",
         help="4 draws and 4 seeds, no record; code may be uncommitted",
     )
-    add("--seeds", type=int, metavar="N", help="seeds of a draft (default: 4)")
     verify = commands.add_parser("verify", help="check records and show their verdicts")
     verify.add_argument("records", nargs="+", type=Path, metavar="RECORD")
     verify.add_argument(
@@ -111,16 +110,11 @@ def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     """Enter a router and print its verdict."""
     if args.parallel < 1:
         raise ValueError(f"--parallel {args.parallel}: expected 1 or more")
-    seeds = len(protocol.draft_seeds) if args.seeds is None else args.seeds
-    if not 2 <= seeds <= len(protocol.draft_seeds):
-        raise ValueError(f"--seeds {seeds}: expected 2 to {len(protocol.draft_seeds)}")
-    if args.seeds is not None and not args.draft:
-        raise ValueError("--seeds needs --draft; an entry has all seeds of the protocol")
     name, router, options = name_entry(protocol, args)
     if not args.draft:
         entry.check_committed()
     entry.prepare_data(protocol)
-    entered = protocol.as_draft(seeds) if args.draft else protocol
+    entered = protocol.as_draft() if args.draft else protocol
     code, path = entry.enter(entered, name, router, options, args.parallel, stop)
     if code:
         print(f"stopped; the record so far: {path}. The same command resumes", flush=True)

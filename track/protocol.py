@@ -73,12 +73,12 @@ class Protocol(Section):
         """Folder of the records."""
         return RECORDS / self.name
 
-    def as_draft(self, seeds: int) -> "Protocol":
+    def as_draft(self) -> "Protocol":
         """Return a protocol with fewer draws, no finals, and seeds that no entry is judged by."""
         changes = {
             "draws": {**self.draws, "count": DRAFT_DRAWS},
             "finalists": 1,
-            "judge_seeds": self.draft_seeds[:seeds],
+            "judge_seeds": self.draft_seeds,
             "draft": True,
         }
         return self.model_copy(update=changes)
