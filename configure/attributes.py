@@ -25,7 +25,7 @@ def key(
     validation_text: bool = False,
     routing_shape: bool = False,
     fixed_by_weights: bool = False,
-    exported: Literal["", "always", "later"] = "",
+    exported: bool = False,
     track_option: bool = False,
     track_balance: str = "",
     other_names: str = "",
@@ -55,7 +55,7 @@ def key(
         validation_text: losses of runs can be paired only if they have the same value.
         routing_shape: models whose routing is compared need the same value.
         fixed_by_weights: initial weights (train.init_from) need the value that they had.
-        exported: config.json of exports has it: of all, or only of later ones.
+        exported: config.json of exports has it under its own name or transformers'.
         track_option: an entry of the track may set it.
         track_balance: the track draws it; its tables call it this.
         other_names: what other projects call it, separated by spaces.

@@ -80,7 +80,7 @@ class Model(Section):
         ge=1,
         le=2**10,
         fixed_by_weights=True,
-        exported="always",
+        exported=True,
         routing_shape=True,
         other_names="layers num_layers num_hidden_layers",
     )
@@ -90,7 +90,7 @@ class Model(Section):
         ge=1,
         le=2**10,
         fixed_by_weights=True,
-        exported="always",
+        exported=True,
         other_names="heads num_heads num_attention_heads",
     )
     n_kv_head: int = key(
@@ -98,13 +98,13 @@ class Model(Section):
         "heads of keys and values, shared by query heads; 0: n_head",
         ge=0,
         le=2**10,
-        exported="later",
+        exported=True,
     )
     qk_norm: Literal["off", "head", "all"] = key(
         "off",
         "norm of queries and keys: per head or over all",
         fixed_by_weights=True,
-        exported="later",
+        exported=True,
     )
     n_embd: int = key(
         768,
@@ -113,7 +113,7 @@ class Model(Section):
         le=2**17,
         label="first",
         fixed_by_weights=True,
-        exported="always",
+        exported=True,
         other_names="hidden hidden_size d_model dim",
     )
     block_size: int = key(
@@ -121,7 +121,7 @@ class Model(Section):
         "context length in tokens",
         ge=1,
         le=2**20,
-        exported="always",
+        exported=True,
         routing_shape=True,
         validation_text=True,
         other_names="seq_len max_seq_len context context_length max_position_embeddings",
@@ -131,7 +131,7 @@ class Model(Section):
         "vocabulary; GPT-2's 50257 padded to a multiple of 64",
         ge=2,
         le=2**16,
-        exported="always",
+        exported=True,
         other_names="vocab",
     )
     dropout: float = key(0.0, "probability of dropping an activation", ge=0, lt=1)
@@ -142,14 +142,14 @@ class Model(Section):
         '"tanh, post=l2 over topk, gamma, c=2" is a router, too',
         choices=read_router_names(),
         report="router",
-        exported="always",
+        exported=True,
     )
     n_expert: int = key(
         64,
         "experts per block; ignored by dense",
         ge=1,
         le=2**14,
-        exported="always",
+        exported=True,
         routing_shape=True,
         other_names="experts num_experts num_local_experts",
     )
@@ -158,36 +158,36 @@ class Model(Section):
         "experts per token",
         ge=1,
         le=2**14,
-        exported="always",
+        exported=True,
         routing_shape=True,
         other_names="topk num_experts_per_tok",
     )
-    expert_hidden: int = key(384, "hidden width of one expert", ge=1, le=2**17, exported="always")
+    expert_hidden: int = key(384, "hidden width of one expert", ge=1, le=2**17, exported=True)
     activation: Literal["gelu", "silu"] = key(
         "gelu",
         "activation of MLPs and experts; gelu is exact",
         fixed_by_weights=True,
-        exported="later",
+        exported=True,
     )
     gated: bool = key(
         False,
         "MLPs and experts compute activation(x W_gate) * (x W_up), as in SwiGLU",
         fixed_by_weights=True,
-        exported="later",
+        exported=True,
     )
     n_shared_expert: int = key(
         0,
         "shared experts: every token uses them; computed as one MLP",
         ge=0,
         le=2**10,
-        exported="later",
+        exported=True,
     )
     n_dense_layer: int = key(
         0,
         "number of first blocks with a dense MLP, as wide as in a dense model, instead of experts",
         ge=0,
         le=2**10,
-        exported="later",
+        exported=True,
         routing_shape=True,
     )
     n_hash_layer: int = key(
@@ -196,7 +196,7 @@ class Model(Section):
         ge=0,
         le=2**10,
         report="option",
-        exported="later",
+        exported=True,
         track_option=True,
     )
     gate_scale: float = key(
@@ -205,7 +205,7 @@ class Model(Section):
         gt=0,
         le=2**16,
         report="option",
-        exported="always",
+        exported=True,
     )
     gate_norm: float = key(
         0.0,
@@ -215,21 +215,21 @@ class Model(Section):
         report="option",
     )
     norm: Literal["layernorm", "rmsnorm"] = key(
-        "layernorm", "rmsnorm: without mean and bias", fixed_by_weights=True, exported="later"
+        "layernorm", "rmsnorm: without mean and bias", fixed_by_weights=True, exported=True
     )
-    norm_eps: float = key(1e-5, "added to the variance in each norm", gt=0, exported="later")
+    norm_eps: float = key(1e-5, "added to the variance in each norm", gt=0, exported=True)
     pos: Literal["learned", "rope"] = key(
         "learned",
         "position embeddings: a learned table or rotary",
         fixed_by_weights=True,
-        exported="always",
+        exported=True,
     )
     rope_base: float = key(
         1e4,
         "base of rotary angles: pair i turns by base^(-2i / head width)",
         ge=1,
         acts_if="model.pos=rope",
-        exported="later",
+        exported=True,
     )
     tie_embeddings: bool = key(
         True, "the LM head shares the token embedding's weights", fixed_by_weights=True
@@ -237,7 +237,7 @@ class Model(Section):
     bias: bool = key(
         False,
         "biases as in GPT-2: LayerNorms, attention, dense MLP; experts have none",
-        exported="always",
+        exported=True,
     )
     init_std: float = key(
         0.02, "std of initial weights, / sqrt(2 n_layer) in residual projections", gt=0

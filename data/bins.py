@@ -174,14 +174,14 @@ def read_meta(folder: Path) -> Meta:
     try:
         return TypeAdapter(Meta).validate_python(json.loads(path.read_bytes()))
     except ValidationError as error:
-        reason = _describe_faults(error)
+        reason = describe_faults(error)
     except (ValueError, RecursionError) as error:  # not JSON, or nested too deep
         reason = f"{type(error).__name__}: {error}"
     remedy = f"Prepare the set again: {_guess_command(folder)} --force"
     raise DataError(f"{path}: cannot be read ({reason}). {remedy}")
 
 
-def _describe_faults(error: ValidationError) -> str:
+def describe_faults(error: ValidationError) -> str:
     """The first fault that pydantic found, and the number of the others."""
     faults = error.errors()
     keys = ".".join(str(key) for key in faults[0]["loc"])

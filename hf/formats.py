@@ -1,11 +1,11 @@
-"""The classes of transformers that runs start from and are exported to: their config.json and weights beside ours.
+"""The classes of transformers that runs start from and are exported to: config.json and weights.
 
 FORMATS has one entry for each model_type: GPT-2, the open mixtures of experts OLMoE, Qwen3-MoE and
 Mixtral, and nanokern, any model with the code that computes it.
 
-Of weights, model.py and GPT-2 have one matrix for queries, keys and values (qkv),
-modeling_nanokern.py has three. The w_in of a gated MLP is its gate_proj above its up_proj. GPT-2
-stores matrices transposed, as (in, out).
+model.py and GPT-2 have one matrix for queries, keys and values (qkv); modeling_nanokern.py has
+three. The w_in of a gated MLP is its gate_proj above its up_proj. GPT-2 stores matrices transposed,
+as (in, out).
 """
 
 import re
@@ -19,53 +19,64 @@ from configure.schema import Model, select_model_keys
 from gate_norm import gate_scale
 from runtime import RunError
 
-# of model.py: (of modeling_nanokern.py, of transformers' GPT-2); # stands for the layer
-MODULES = {
-    "wte": ("model.embed_tokens", "transformer.wte"),
-    "wpe": ("model.embed_positions", "transformer.wpe"),
-    "ln_f": ("model.norm", "transformer.ln_f"),
-    "lm_head": ("lm_head", "lm_head"),
-    "blocks.#.ln_1": ("model.layers.#.input_layernorm", "transformer.h.#.ln_1"),
-    "blocks.#.ln_2": ("model.layers.#.post_attention_layernorm", "transformer.h.#.ln_2"),
-    "blocks.#.attn.qkv": ("model.layers.#.self_attn.qkv_proj", "transformer.h.#.attn.c_attn"),
-    "blocks.#.attn.proj": ("model.layers.#.self_attn.o_proj", "transformer.h.#.attn.c_proj"),
-    "blocks.#.attn.q_norm": ("model.layers.#.self_attn.q_norm", None),
-    "blocks.#.attn.k_norm": ("model.layers.#.self_attn.k_norm", None),
-    "blocks.#.mlp.w_in": ("model.layers.#.mlp.up_proj", "transformer.h.#.mlp.c_fc"),
-    "blocks.#.mlp.w_out": ("model.layers.#.mlp.down_proj", "transformer.h.#.mlp.c_proj"),
-    "blocks.#.mlp.router": ("model.layers.#.mlp.router", None),
-    "blocks.#.mlp.shared.w_in": ("model.layers.#.mlp.shared_experts.up_proj", None),
-    "blocks.#.mlp.shared.w_out": ("model.layers.#.mlp.shared_experts.down_proj", None),
-    # (E, C, H), a parameter; gated: 2H
-    "blocks.#.mlp.experts.w_in": ("model.layers.#.mlp.experts.up_proj", None),
-    "blocks.#.mlp.experts.w_out": ("model.layers.#.mlp.experts.down_proj", None),  # (E, H, C)
+# by the names of model.py, the names of its modules; # stands for the layer
+NANOKERN_NAMES = {
+    "wte": "model.embed_tokens",
+    "wpe": "model.embed_positions",
+    "ln_f": "model.norm",
+    "lm_head": "lm_head",
+    "blocks.#.ln_1": "model.layers.#.input_layernorm",
+    "blocks.#.ln_2": "model.layers.#.post_attention_layernorm",
+    "blocks.#.attn.qkv": "model.layers.#.self_attn.qkv_proj",
+    "blocks.#.attn.proj": "model.layers.#.self_attn.o_proj",
+    "blocks.#.attn.q_norm": "model.layers.#.self_attn.q_norm",
+    "blocks.#.attn.k_norm": "model.layers.#.self_attn.k_norm",
+    "blocks.#.mlp.w_in": "model.layers.#.mlp.up_proj",
+    "blocks.#.mlp.w_out": "model.layers.#.mlp.down_proj",
+    "blocks.#.mlp.router": "model.layers.#.mlp.router",
+    "blocks.#.mlp.shared.w_in": "model.layers.#.mlp.shared_experts.up_proj",
+    "blocks.#.mlp.shared.w_out": "model.layers.#.mlp.shared_experts.down_proj",
+    "blocks.#.mlp.experts": "model.layers.#.mlp.experts",
 }
-# (in, out) in GPT-2
-TRANSPOSED = re.compile(r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.w_(in|out))\.weight")
-# of modules that always have a bias in GPT-2
-BIASED = re.compile(rf"{TRANSPOSED.pattern}|(.*\.)?ln_.\.weight")
-
-# of our routers, which classes of transformers lack
+GPT2_NAMES = {
+    "wte": "transformer.wte",
+    "wpe": "transformer.wpe",
+    "ln_f": "transformer.ln_f",
+    "lm_head": "lm_head",
+    "blocks.#.ln_1": "transformer.h.#.ln_1",
+    "blocks.#.ln_2": "transformer.h.#.ln_2",
+    "blocks.#.attn.qkv": "transformer.h.#.attn.c_attn",
+    "blocks.#.attn.proj": "transformer.h.#.attn.c_proj",
+    "blocks.#.mlp.w_in": "transformer.h.#.mlp.c_fc",
+    "blocks.#.mlp.w_out": "transformer.h.#.mlp.c_proj",
+}
+# names of parameters, not of modules: (E, C, H), gated (E, C, 2H), and (E, H, C)
+EXPERT_NAMES = {"w_in": "up_proj", "w_out": "down_proj"}
+# buffers of our routers, which classes of transformers lack
 BUFFERS = ("router.c", "selection_bias", "hash_table")
 
 State = Mapping[str, Tensor]
-Settings = Mapping[str, Any]  # of config.json
+Settings = Mapping[str, Any]  # content of config.json
+
+
+def _rename(name: str, names: Mapping[str, str]) -> str:
+    """Replace the module in the name of a parameter of model.py by its name in the table `names`."""
+    module, _, leaf = name.rpartition(".")
+    layer = re.search(r"\.\d+\.", module)
+    if layer is None:
+        return f"{names[module]}.{leaf}"
+    renamed = names[module.replace(layer[0], ".#.")].replace(".#.", layer[0])
+    return f"{renamed}.{EXPERT_NAMES.get(leaf, leaf)}"
 
 
 def _is_gated(name: str, state: State) -> bool:
-    """Whether `name` is the w_in of an MLP or of experts, with twice as many pre-activations as activations."""
+    """Return True for the w_in of a gated MLP or of gated experts: 2H hidden units, not H."""
     if not name.endswith((".w_in", ".w_in.weight")):
         return False
-    w_in, w_out = state[name], state[name.replace("w_in", "w_out")]
-    return (w_in.shape[2] if w_in.dim() == 3 else len(w_in)) == 2 * w_out.shape[1]
-
-
-def _rename(name: str, column: int) -> str:
-    """Replace a parameter's name, or its module's, by that in a column of MODULES; keep the layer's number."""
-    layer = re.search(r"\.\d+\.", name)
-    general = name.replace(layer[0], ".#.", 1) if layer else name
-    module, dot, leaf = (general, "", "") if general in MODULES else general.rpartition(".")
-    return f"{MODULES[module][column]}{dot}{leaf}".replace(".#.", layer[0] if layer else "")
+    w_in = state[name]
+    w_out = state[name.replace("w_in", "w_out")]  # (C, H) or (E, H, C)
+    hidden_dim = 2 if w_in.dim() == 3 else 0  # (E, C, H or 2H), or (H or 2H, C)
+    return w_in.shape[hidden_dim] == 2 * w_out.shape[1]
 
 
 def dense_width(model: Model) -> int:
@@ -76,16 +87,18 @@ def dense_width(model: Model) -> int:
 class Format:
     """A class of transformers.
 
-    Subclasses fill in the tables, and override where these do not suffice.
+    Subclasses fill in the tables, and override methods where tables do not suffice.
     """
 
     architecture: str
     keys: Mapping[str, str]  # key of [model]: key of config.json
-    # those of `keys` that config.json may lack: our default is meant
-    optional: tuple[str, ...] = ()
-    block: Mapping[str, Any] = {}  # settings of [model] that all its models have
-    # key of config.json: its default, and what else model.py computes
-    allowed: Mapping[str, tuple] = {}
+    optional: tuple[
+        str, ...
+    ] = ()  # keys of [model] whose default is meant where config.json lacks them
+    routers: tuple[str, ...] = ()  # model.router of all its models; empty: any
+    block: Mapping[str, Any] = {}  # other settings of [model] that all its models have
+    # values of config.json keys that model.py supports; the first is the default
+    allowed: dict[str, tuple] = {"quantization_config": (None,)}
     tied = True  # tie_word_embeddings by default
 
     def read_config(self, settings: Settings) -> dict[str, Any]:
@@ -96,67 +109,72 @@ class Format:
         Raises:
             RunError: a key is missing, or has a value that model.py does not compute.
         """
-        for key, values in {**self.allowed, "quantization_config": (None,)}.items():
-            if settings.get(key, values[0]) not in values:
-                only = f"and model.py computes {values[0]!r} only; use another model"
-                raise RunError(f"config.json: {key} is {settings[key]!r}, {only}")
-        keys = {
-            ours: settings[theirs]
-            for ours, theirs in self.keys.items()
-            if settings.get(theirs) is not None
-        }
-        missing = [
-            theirs for ours, theirs in self.keys.items() if ours not in (*keys, *self.optional)
-        ]
+        for key, values in self.allowed.items():
+            value = settings.get(key, values[0])
+            if value not in values:
+                raise RunError(
+                    f"config.json: {key} is {value!r}, and model.py computes {values[0]!r} only; "
+                    f"use another model"
+                )
+        config = dict(self.block)
+        if self.routers:
+            config["router"] = self.routers[0]
+        missing = []
+        for ours, theirs in self.keys.items():
+            if settings.get(theirs) is not None:
+                config[ours] = settings[theirs]
+            elif ours not in self.optional:
+                missing.append(theirs)
         if missing:
             raise RunError(f"config.json: {', '.join(missing)} missing; download it again")
-        return {
-            **keys,
-            **self.block,
-            "tie_embeddings": settings.get("tie_word_embeddings", self.tied),
-        }
+        config["tie_embeddings"] = settings.get("tie_word_embeddings", self.tied)
+        return config
 
     def make_config(self, model: Model) -> dict[str, Any]:
-        """The keys of config.json for `model`, without those that all formats have."""
-        values = model.model_dump() | {
-            "n_kv_head": kv_heads(model),
-            "gate_scale": gate_scale(model),
-        }
+        """The keys of config.json for `model`, without the keys that all formats have."""
+        values = model.model_dump()
+        values["n_kv_head"] = kv_heads(model)
+        values["gate_scale"] = gate_scale(model)
         return {theirs: values[ours] for ours, theirs in self.keys.items()}
 
     def find_misfits(self, model: Model) -> list[str]:
-        """Settings of `model` that the format does not compute, such as "model.router = kern"; none if it fits."""
-        values = model.model_dump()
-        return [
-            f"model.{key} = {values[key]}"
-            for key, value in self.block.items()
-            if values[key] != value
-        ]
+        """Settings of `model` that the format does not compute, such as "model.router = kern"."""
+        misfits = []
+        for key, value in self.block.items():
+            if getattr(model, key) != value:
+                misfits.append(f"model.{key} = {getattr(model, key)}")
+        if self.routers and model.router not in self.routers:
+            misfits.append(f"model.router = {model.router}")
+        return misfits
 
     def unify_names(self, state: State) -> dict[str, Tensor]:
-        """Weights by the names that a file may have -> by those of `from_own`; unknown names and shapes stay."""
+        """Weights by the names of `from_own`; `state` has the names of a file."""
         return dict(state)
 
     def from_own(self, state: State) -> dict[str, Tensor]:
-        """Weights of model.py, all those of a model -> those of the format; here, those of modeling_nanokern.py.
+        """Weights by the format's names; here, the names of modeling_nanokern.py.
 
-        They are views: to read weights of the format, write into those of weights that are still
-        empty.
+        They are views of the weights of model.py in `state`, which has all of a model. To read
+        weights of the format, write into the views of weights that are still empty.
         """
         out = {}
         for name, tensor in state.items():
-            new = _rename(name, 0)
+            renamed = _rename(name, NANOKERN_NAMES)
             if ".qkv." in name:
-                C = len(state[re.sub(r"qkv\.\w+$", "proj.weight", name)])
-                kv = (len(tensor) - C) // 2
-                for letter, part in zip("qkv", tensor.split([C, kv, kv]), strict=True):
-                    out[new.replace("qkv_proj", f"{letter}_proj")] = part
+                attention, _, _ = name.partition("qkv.")
+                n_embd = len(state[attention + "proj.weight"])
+                kv_width = (len(tensor) - n_embd) // 2
+                parts = tensor.split([n_embd, kv_width, kv_width])
+                for letter, part in zip("qkv", parts, strict=True):
+                    out[renamed.replace("qkv_proj", f"{letter}_proj")] = part
             elif not _is_gated(name, state):
-                out[new] = tensor
+                out[renamed] = tensor
             elif tensor.dim() == 3:
-                out[new.replace("up_proj", "gate_up_proj")] = tensor
+                out[renamed.replace("up_proj", "gate_up_proj")] = tensor
             else:
-                out[new.replace("up_proj", "gate_proj")], out[new] = tensor.chunk(2)
+                gate, up = tensor.chunk(2)
+                out[renamed.replace("up_proj", "gate_proj")] = gate
+                out[renamed] = up
         return out
 
 
@@ -176,90 +194,100 @@ class NanoKern(Format):
     """Any model, computed by modeling_nanokern.py."""
 
     architecture = "NanoKernForCausalLM"
-    optional = tuple(select_model_keys("exported", "later"))
-    keys = {key: key for key in (*select_model_keys("exported", "always"), *optional)}
-    keys |= SHARED_KEYS | {"expert_hidden": "moe_intermediate_size"}
+    keys = {key: key for key in select_model_keys("exported")}
+    keys |= SHARED_KEYS
+    keys["expert_hidden"] = "moe_intermediate_size"
 
     def read_config(self, settings: Settings) -> dict[str, Any]:
-        keys = super().read_config(settings)
-        if keys["router"] == "dense":
-            keys |= {
-                "top_k": 1,
-                "n_shared_expert": 0,
-                "expert_hidden": settings.get("intermediate_size"),
-            }
-        return keys
+        config = super().read_config(settings)
+        if config["router"] == "dense":
+            config["top_k"] = 1
+            config["n_shared_expert"] = 0
+            config["expert_hidden"] = settings.get("intermediate_size")
+        return config
 
     def make_config(self, model: Model) -> dict[str, Any]:
-        classes = {
+        config = super().make_config(model)
+        config["auto_map"] = {
             "AutoConfig": "configuration_nanokern.NanoKernConfig",
             "AutoModel": "modeling_nanokern.NanoKernModel",
             "AutoModelForCausalLM": "modeling_nanokern.NanoKernForCausalLM",
         }
-        more = {
-            "auto_map": classes,
-            "intermediate_size": dense_width(model),
-            "dropout": model.dropout,
-        }
-        return super().make_config(model) | more
+        config["intermediate_size"] = dense_width(model)
+        config["dropout"] = model.dropout
+        return config
 
 
 class GPT2(Format):
     """GPT-2: dense models with its block."""
 
     architecture = "GPT2LMHeadModel"
-    keys = {key: key for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
-    keys |= {"block_size": "n_positions", "norm_eps": "layer_norm_epsilon"}
+    keys = {
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "n_embd": "n_embd",
+        "vocab_size": "vocab_size",
+        "block_size": "n_positions",
+        "norm_eps": "layer_norm_epsilon",
+    }
     optional = ("norm_eps",)
-    block = {"router": "dense", "pos": "learned", "norm": "layernorm", "qk_norm": "off"}
-    block |= {"activation": "gelu", "gated": False}
-    allowed = {
+    routers = ("dense",)
+    block = {
+        "pos": "learned",
+        "norm": "layernorm",
+        "qk_norm": "off",
+        "activation": "gelu",
+        "gated": False,
+    }
+    allowed = Format.allowed | {
         "activation_function": ("gelu_new", "gelu", "gelu_fast", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
     }
 
     def read_config(self, settings: Settings) -> dict[str, Any]:
-        keys = super().read_config(settings)
-        return keys | {
-            "bias": True,
-            "top_k": 1,
-            "expert_hidden": settings.get("n_inner") or 4 * keys["n_embd"],
-        }
+        config = super().read_config(settings)
+        config["bias"] = True
+        config["top_k"] = 1
+        config["expert_hidden"] = settings.get("n_inner") or 4 * config["n_embd"]
+        return config
 
     def make_config(self, model: Model) -> dict[str, Any]:
-        # exact
-        config = super().make_config(model) | {
-            "n_inner": dense_width(model),
-            "activation_function": "gelu",
-        }
-        return config | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
+        config = super().make_config(model)
+        config["n_inner"] = dense_width(model)
+        config["activation_function"] = "gelu"  # the exact one
+        for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            config[key] = model.dropout
+        return config
 
     def find_misfits(self, model: Model) -> list[str]:
         misfits = super().find_misfits(model)
-        return (
-            misfits
-            if kv_heads(model) == model.n_head
-            else [*misfits, f"model.n_kv_head = {model.n_kv_head}"]
-        )
+        if kv_heads(model) != model.n_head:
+            misfits.append(f"model.n_kv_head = {model.n_kv_head}")
+        return misfits
 
     def unify_names(self, state: State) -> dict[str, Tensor]:
         """Add the prefix that OpenAI's files lack, and drop the causal masks of older files."""
-        masks = (".attn.bias", ".attn.masked_bias")
-        return {
-            name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
-            for name, tensor in state.items()
-            if not name.endswith(masks)
-        }
+        unified = {}
+        for name, tensor in state.items():
+            if name.endswith((".attn.bias", ".attn.masked_bias")):
+                continue
+            if not name.startswith(("transformer.", "lm_head.")):
+                name = f"transformer.{name}"
+            unified[name] = tensor
+        return unified
 
     def from_own(self, state: State) -> dict[str, Tensor]:
-        """As for any format, of a dense model with learned positions; zeros for biases that it lacks."""
+        """As in Format, for dense models with learned positions; missing biases are zeros."""
         out = {}
         for name, tensor in state.items():
-            new = _rename(name, 1)
-            out[new] = tensor.t() if TRANSPOSED.fullmatch(name) else tensor
-            if BIASED.fullmatch(name) and name.removesuffix("weight") + "bias" not in state:
-                out[new.removesuffix("weight") + "bias"] = tensor.new_zeros(len(tensor))
+            renamed = _rename(name, GPT2_NAMES)
+            module, _, leaf = name.rpartition(".")
+            is_matrix_of_block = name.startswith("blocks.") and tensor.dim() == 2
+            out[renamed] = tensor.t() if is_matrix_of_block else tensor  # (in, out)
+            has_bias = leaf == "weight" and module not in ("wte", "wpe", "lm_head")
+            if has_bias and f"{module}.bias" not in state:
+                out[renamed.removesuffix("weight") + "bias"] = tensor.new_zeros(len(tensor))
         return out
 
 
@@ -268,20 +296,28 @@ OPEN_KEYS = SHARED_KEYS | {
     "n_expert": "num_experts",
     "expert_hidden": "intermediate_size",
 }
-OPEN_BLOCK = {"norm": "rmsnorm", "pos": "rope", "gated": True, "bias": False}
-OPEN_BLOCK |= {"n_shared_expert": 0, "n_dense_layer": 0, "n_hash_layer": 0, "dropout": 0.0}
+OPEN_BLOCK = {
+    "norm": "rmsnorm",
+    "pos": "rope",
+    "gated": True,
+    "bias": False,
+    "n_shared_expert": 0,
+    "n_dense_layer": 0,
+    "n_hash_layer": 0,
+    "dropout": 0.0,
+}
 
 
 class OpenMoE(Format):
-    """A mixture of experts of transformers, with one weight (out, in) for each expert and matrix."""
+    """A mixture of experts of transformers, with a weight (out, in) for each expert and matrix."""
 
     # if there are two, norm_topk_prob chooses softmax-renorm
-    routers: tuple[str, ...] = ("softmax", "softmax-renorm")
-    mlp: str = "mlp"  # module of a layer
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+    routers = ("softmax", "softmax-renorm")
+    mlp = "mlp"  # module of a layer
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
     optional = ("n_kv_head",)
     tied = False
-    allowed = {
+    allowed = Format.allowed | {
         "attention_bias": (False, None),
         "clip_qkv": (None,),
         "rope_scaling": (None,),
@@ -295,55 +331,48 @@ class OpenMoE(Format):
     }
 
     def read_config(self, settings: Settings) -> dict[str, Any]:
+        settings = dict(settings)
         rope = settings.get("rope_parameters") or {}
-        renamed = {"rope_type": rope.get("rope_type", rope.get("type"))}  # the older name
-        if self.keys["n_expert"] not in settings:
-            # as transformers 5 writes it
-            renamed[self.keys["n_expert"]] = settings.get("num_local_experts")
-        return super().read_config({**settings, **renamed}) | {
-            "rope_base": rope.get("rope_theta") or settings.get("rope_theta"),
-            "router": self.routers[-1] if settings.get("norm_topk_prob") else self.routers[0],
-        }
+        settings["rope_type"] = rope.get("rope_type", rope.get("type"))  # "type" is the older name
+        # transformers 5 writes num_local_experts for every class
+        settings.setdefault(self.keys["n_expert"], settings.get("num_local_experts"))
+        config = super().read_config(settings)
+        config["rope_base"] = rope.get("rope_theta") or settings.get("rope_theta")
+        if settings.get("norm_topk_prob"):
+            config["router"] = self.routers[-1]
+        return config
 
     def make_config(self, model: Model) -> dict[str, Any]:
-        config = super().make_config(model) | {"rope_theta": model.rope_base}
+        config = super().make_config(model)
+        config["rope_theta"] = model.rope_base
         if len(self.routers) > 1:
             config["norm_topk_prob"] = model.router == "softmax-renorm"
         if self.block["qk_norm"] == "head":  # the norm of one head has its width
             config["head_dim"] = model.n_embd // model.n_head
         return config
 
-    def find_misfits(self, model: Model) -> list[str]:
-        misfits = super().find_misfits(model)
-        return (
-            misfits
-            if model.router in self.routers
-            else [*misfits, f"model.router = {model.router}"]
-        )
-
     def from_own(self, state: State) -> dict[str, Tensor]:
-        """As for any format.
-
-        These classes have no constant c on gates: where there is one, it multiplies w_out.
-        """
+        """As in Format, without the buffers of routers: these classes compute as if c were 1."""
+        own = {name: tensor for name, tensor in state.items() if not name.endswith(BUFFERS)}
+        gate, up, down = self.matrices
         out = {}
-        parameters = {name: tensor for name, tensor in state.items() if not name.endswith(BUFFERS)}
-        for name, tensor in super().from_own(parameters).items():
+        for name, tensor in super().from_own(own).items():
             name = name.replace(".mlp.router.", ".mlp.gate.").replace(".mlp.", f".{self.mlp}.")
-            place, _, leaf = name.rpartition(".")
+            experts, _, leaf = name.rpartition(".")
             if leaf == "gate_up_proj":
-                stacks = dict(zip(self.parts, tensor.chunk(2, dim=-1), strict=False))
+                gates, ups = tensor.chunk(2, dim=-1)
+                out |= _unstack(experts, gate, gates)
+                out |= _unstack(experts, up, ups)
             elif leaf == "down_proj":
-                c = state.get(f"blocks.{name.split('.')[2]}.mlp.router.c")
-                stacks = {self.parts[2]: tensor if c is None else tensor * c}
+                out |= _unstack(experts, down, tensor)
             else:
-                out[name], stacks = tensor, {}
-            for part, stack in stacks.items():  # (E, in, out)
-                out |= {
-                    f"{place}.{number}.{part}.weight": matrix.mT
-                    for number, matrix in enumerate(stack)
-                }
+                out[name] = tensor
         return out
+
+
+def _unstack(experts: str, matrix: str, stack: Tensor) -> dict[str, Tensor]:
+    """The matrices of a stack (E, in, out) by name, each (out, in)."""
+    return {f"{experts}.{i}.{matrix}.weight": tensor.mT for i, tensor in enumerate(stack)}
 
 
 class Olmoe(OpenMoE):
@@ -360,8 +389,8 @@ class Qwen3Moe(OpenMoE):
     architecture = "Qwen3MoeForCausalLM"
     keys = OPEN_KEYS | {"expert_hidden": "moe_intermediate_size"}
     block = OPEN_BLOCK | {"qk_norm": "head"}
-    allowed = {key: values for key, values in OpenMoE.allowed.items() if key != "sliding_window"}
-    allowed |= {"use_sliding_window": (False,)}  # without which transformers ignores sliding_window
+    allowed = OpenMoE.allowed | {"use_sliding_window": (False,)}
+    del allowed["sliding_window"]  # ignored by transformers without use_sliding_window
 
 
 class Mixtral(OpenMoE):
@@ -372,8 +401,8 @@ class Mixtral(OpenMoE):
     block = OPEN_BLOCK | {"qk_norm": "off"}
     routers = ("softmax-renorm",)
     mlp = "block_sparse_moe"
-    parts = ("w1", "w3", "w2")
+    matrices = ("w1", "w3", "w2")
 
 
 OPEN_MOES = {"olmoe": Olmoe(), "qwen3_moe": Qwen3Moe(), "mixtral": Mixtral()}  # by model_type
-FORMATS = {"gpt2": GPT2(), **OPEN_MOES, "nanokern": NanoKern()}  # "auto" takes the first that fits
+FORMATS = {"gpt2": GPT2(), **OPEN_MOES, "nanokern": NanoKern()}  # "auto" uses the first that fits
