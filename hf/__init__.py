@@ -1,1 +1,1 @@
-"""Weights of other projects: runs that start from them (train.init_from), and runs written in their formats."""
+"""Weights of other projects, for runs that start from them (train.init_from); exports of runs."""

@@ -1,12 +1,12 @@
-"""Initial weights of a run (train.init_from): a model of Hugging Face, GPT-2 or an open MoE, an export, or a run.
+"""Initial weights of a run (train.init_from): of GPT-2, an open mixture, an export, or a run.
 
-They are read from a local folder and checked before anything else of the run begins. A run that
-resumes from a checkpoint of its own does not look at them. Reading them executes nothing.
+They are read from a local folder and checked before anything else of the run starts. A run that
+resumes from its own checkpoint does not read them. Reading them executes nothing.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from attention import kv_heads
 from configure import Config
 from configure.check import find_conflicts
 from configure.schema import Model, select_model_keys
-from data.bins import Meta, fingerprint, open_tokenizer, read_meta
+from data.bins import Meta, describe_faults, fingerprint, open_tokenizer, read_meta
 from data.tokenizer import TOKENIZER_FILE
 from gate_norm import gate_scale
 from hf.formats import BUFFERS, FORMATS, Format, dense_width
@@ -39,12 +39,12 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 class Weights(NamedTuple):
     """Weights read from a folder, checked and ready for a GPT of the run's model."""
 
-    source: str  # in words, such as "a run at step 4"
+    source: str  # for people, such as "a run at step 4"
     model: Model  # the model they belong to
     # by model.py's names; an embedding may have fewer rows than the run's model
     state: dict[str, Tensor]
     notes: list[str]  # to print: where they come from, and what the run's model does differently
-    routers: dict[str, Router]  # that the run's model replaces by others, by their names there
+    routers: dict[str, Router]  # by name, those that the run's model replaces by other routers
 
     @torch.no_grad()
     def load_into(self, model: GPT, ranks: distributed.Ranks) -> None:
@@ -56,12 +56,13 @@ class Weights(NamedTuple):
         while self.state:
             name, tensor = self.state.popitem()
             own[name][: len(tensor)].copy_(tensor)
-        checksum = sum(
-            int(tensor.view(torch.int32).sum(dtype=torch.int64)) for tensor in own.values()
-        )
+        checksum = 0
+        for tensor in own.values():
+            checksum += int(tensor.view(torch.int32).sum(dtype=torch.int64))
         if len(set(distributed.gather(checksum, ranks.control))) > 1:
             raise RunError(
-                "train.init_from holds different weights on different ranks: copy one folder to all nodes"
+                "train.init_from holds different weights on different ranks: "
+                "copy one folder to all nodes"
             )
         if ranks.rank == 0:
             print("; ".join(self.notes))
@@ -74,7 +75,7 @@ class Weights(NamedTuple):
         autocast: torch.autocast,
         ranks: distributed.Ranks,
     ) -> None:
-        """Compare the new routers of `model` with the old ones, if any, set their scale, and print a line."""
+        """Compare the new routers of `model` with the old ones, if any, and scale their gates."""
         if self.routers:
             text = match_gates(model, self.routers, config, batches, autocast, ranks)
             run = folder.path_of(config)
@@ -87,118 +88,120 @@ def read_initial_weights(config: Config) -> Weights:
     Raises RunError if they are incomplete, do not fit config.model (the message has every override
     that is needed), or belong to another tokenizer than the data set's.
     """
-    place, data = Path(config.train.init_from), config.data.folders[0]  # all have one tokenizer
+    place = Path(config.train.init_from)
+    data = config.data.folders[0]  # all have one tokenizer
     try:
         weights = _read_folder(place, config.model, data)
-        if needed := _find_overrides(weights, config.model):
+        overrides = _list_overrides(weights, config.model)
+        if overrides:
             raise RunError(
-                f"{weights.source}, whose weights do not fit this model. Add {' '.join(needed)}"
+                f"{weights.source}, whose weights do not fit this model. Add {' '.join(overrides)}"
             )
     except (RunError, configure.ConfigError) as error:
-        # One rank per node reports a RankError: other nodes may have the folder.
-        raise (RunError if distributed.local_rank() else RankError)(
-            f"train.init_from = {place}: {error}"
-        ) from error
+        message = f"train.init_from = {place}: {error}"
+        if distributed.local_rank() > 0:
+            raise RunError(message) from error
+        raise RankError(message) from error  # of one rank per node: others may have the folder
     weights.notes.insert(0, f"{folder.path_of(config)}: starts from {place}, {weights.source}")
     if is_upcycled(weights.model, config.model):
         weights.notes.append(upcycle(config, weights.model, weights.state))
-    weights.notes.extend(_describe_changes(weights.model, config.model))
+    changes = _find_changes(weights.model, config.model)
+    weights.notes.extend(changes.values())
     routers, notes = take_routers(weights.state, weights.model, config.model)
     weights.routers.update(routers)
     weights.notes.extend(notes)
-    _fit_state(weights, config.model)
+    _fit_state(weights, config.model, changes)
     return weights
 
 
-def _find_overrides(weights: Weights, model: Model) -> list[str]:
-    """The overrides under which `weights` fit into `model`; none if they fit already."""
-    theirs = weights.model
-    keys = [*select_model_keys("fixed_by_weights"), *_find_mlp_keys(theirs, model)]
-    if theirs.pos == "rope":
+def _list_overrides(weights: Weights, model: Model) -> list[str]:
+    """The arguments of train.py with which `weights` fit into `model`; none if they fit already."""
+    source = weights.model
+    keys = select_model_keys("fixed_by_weights") + _find_mlp_keys(source, model)
+    if source.pos == "rope":
         keys.append("rope_base")
-    elif theirs.block_size < model.block_size:  # positions are weights
+    elif source.block_size < model.block_size:  # positions are weights
         keys.append("block_size")
-    if kv_heads(theirs) != (model.n_kv_head or theirs.n_head):  # once n_head is theirs
+    n_kv_head = model.n_kv_head or source.n_head  # once n_head is the source's
+    if kv_heads(source) != n_kv_head:
         keys.append("n_kv_head")
-    if theirs.vocab_size > model.vocab_size:
+    if source.vocab_size > model.vocab_size:
         keys.append("vocab_size")
-    needed = {
-        key: getattr(theirs, key) for key in keys if getattr(theirs, key) != getattr(model, key)
-    }
-    biases = [
-        name
-        for name in weights.state
-        if name.endswith(".bias") and not name.endswith("router.bias")
-    ]
-    # GPT-2's may all be zero
-    if not model.bias and any(weights.state[name].any() for name in biases):
+    needed = {}
+    for key in keys:
+        value = getattr(source, key)
+        if value != getattr(model, key):
+            needed[key] = value
+    if not model.bias and _has_biases(weights.state):
         needed["bias"] = True
-    if is_upcycled(theirs, model):
-        needed |= find_overrides(theirs, model)
-    return [
-        f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in needed.items()
-    ]
+    if is_upcycled(source, model):
+        needed.update(find_overrides(source, model))
+    overrides = []
+    for key, value in needed.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        overrides.append(f"--model.{key}={text}")
+    return overrides
 
 
-def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:
-    """The keys in which `model` must be like `theirs`, so that MLPs and experts have the same shapes."""
-    dense, was_dense = find_spec(model.router) is None, find_spec(theirs.router) is None
-    if was_dense:
-        fits = not dense or dense_width(theirs) == dense_width(model)
-        return [] if fits else ["top_k", "expert_hidden", "n_shared_expert"]
-    keys = ["router"] if dense else []
-    keys += ["n_expert", "expert_hidden", "n_shared_expert", "n_dense_layer"]
-    hashed = theirs.n_hash_layer and model.n_hash_layer  # the table of a layer has K columns
-    if dense or theirs.n_dense_layer or hashed or model.top_k > theirs.n_expert:
+def _has_biases(state: dict[str, Tensor]) -> bool:
+    """Return True if a bias outside routers is not 0. GPT-2 has biases, which may all be 0."""
+    names = [name for name in state if name.endswith(".bias") and "router" not in name]
+    return any(state[name].any() for name in names)
+
+
+def _find_mlp_keys(source: Model, model: Model) -> list[str]:
+    """The keys that give the MLPs and experts of `model` the shapes of those of `source`."""
+    is_dense = find_spec(model.router) is None
+    if find_spec(source.router) is None:
+        if is_dense and dense_width(source) != dense_width(model):
+            return ["top_k", "expert_hidden", "n_shared_expert"]
+        return []
+    keys = ["n_expert", "expert_hidden", "n_shared_expert", "n_dense_layer"]
+    if is_dense:
+        return ["router", *keys, "top_k"]
+    both_hash = source.n_hash_layer and model.n_hash_layer  # the table of a layer has K columns
+    if source.n_dense_layer or both_hash or model.top_k > source.n_expert:
         keys.append("top_k")
     return keys
 
 
-def _describe_changes(theirs: Model, model: Model) -> list[str]:
-    """What `model` computes differently with the same weights."""
-    keys = (
-        ["router", "top_k", "n_hash_layer", "gate_scale"]
-        if find_spec(theirs.router) is not None
-        else []
-    )
-    before, now = (
-        {**vars(settings), "gate_scale": gate_scale(settings)} for settings in (theirs, model)
-    )
-    return [
-        f"model.{key} changes from {before[key]} to {now[key]}"
-        for key in (*keys, "norm_eps")
-        if before[key] != now[key]
-    ]
+def _find_changes(source: Model, model: Model) -> dict[str, str]:
+    """Notes, by key, on settings that make `model` compute something else with the same weights."""
+    changes = {}
+    for key in ("router", "top_k", "n_hash_layer", "gate_scale", "norm_eps"):
+        before = getattr(source, key)
+        now = getattr(model, key)
+        if key == "gate_scale":  # what the routers have, which may follow from model.gate_norm
+            before = gate_scale(source)
+            now = gate_scale(model)
+        if before != now:
+            changes[key] = f"model.{key} changes from {before} to {now}"
+    if find_spec(source.router) is None:  # the weights have no routers
+        return {key: note for key, note in changes.items() if key == "norm_eps"}
+    return changes
 
 
-def _fit_state(weights: Weights, model: Model) -> None:
-    """Reduce weights.state to what a GPT of `model` takes, and note what is missing or not used."""
-    state, notes, own, unused, theirs = (
-        weights.state,
-        weights.notes,
-        _meta_state(model),
-        [],
-        weights.model,
-    )
-    before, now = ((m.router, m.top_k, gate_scale(m)) for m in (theirs, model))
+def _fit_state(weights: Weights, model: Model, changes: Collection[str]) -> None:
+    """Reduce weights.state to the state of a GPT of `model`; note what is missing or not used."""
+    state = weights.state
+    notes = weights.notes
+    own = _meta_state(model)
+    unused = []
     for name in list(state):
-        other_router = theirs.router != model.router and name.endswith("selection_bias")
-        # it follows from the config; otherwise train.match_gates may
-        if name.endswith("router.c") and before != now:
-            del state[name]  # have set it
-        elif (name not in own or other_router) and state.pop(name).any():
+        if name.endswith("router.c") and not {"router", "top_k", "gate_scale"}.isdisjoint(changes):
+            del state[name]  # it follows from the config; else train.match_gates may have set it
+            continue
+        other_router = "router" in changes and name.endswith("selection_bias")
+        if (name not in own or other_router) and state.pop(name).any():
             unused.append(name)
-    if "wpe.weight" in state and len(state["wpe.weight"]) > model.block_size:
-        notes.append(
-            f"only the first {model.block_size} of {len(state['wpe.weight'])} positions are used"
-        )
-        state["wpe.weight"] = state["wpe.weight"][: model.block_size]
+    positions = state.get("wpe.weight")
+    if positions is not None and len(positions) > model.block_size:
+        notes.append(f"only the first {model.block_size} of {len(positions)} positions are used")
+        state["wpe.weight"] = positions[: model.block_size]
     rows = len(state["wte.weight"])
     if rows < model.vocab_size:
-        notes.append(
-            f"ids {rows} to {model.vocab_size - 1} are missing and keep their random initialisation"
-        )
+        missing_ids = f"ids {rows} to {model.vocab_size - 1}"
+        notes.append(f"{missing_ids} are missing and keep their random initialisation")
     missing = [name for name in own if name not in state and not name.endswith(BUFFERS)]
     if missing:
         notes.append(f"missing, so initialised as usual: {_list_once(missing)}")
@@ -218,19 +221,18 @@ def _meta_state(model: Model) -> dict[str, Tensor]:
 
 
 def _read_folder(place: Path, model: Model, data: Path) -> Weights:
-    """The weights in `place`, of whichever kind, for a run of `model` on the data set `data`."""
+    """The weights in `place`, of any kind, for a run of `model` on the data set `data`."""
     if not place.is_dir():
-        raise RunError(
-            f"no such folder; from the Hugging Face hub: hf download {place} --local-dir {place.name}"
-        )
+        command = f"hf download {place} --local-dir {place.name}"
+        raise RunError(f"no such folder; from the Hugging Face hub: {command}")
     if (place / "config.json").is_file():
         weights = _read_transformers(place, model, data)
     elif (place / "config.toml").is_file():
         weights = _read_run(place, data)
     else:
         raise RunError(
-            "contains neither a config.json of transformers nor a run's config.toml; give a folder that transformers "
-            "or scripts.export wrote, or a run such as runs/quickstart-kern"
+            "contains neither a config.json of transformers nor a run's config.toml; give a folder "
+            "that transformers or scripts.export wrote, or a run such as runs/quickstart-kern"
         )
     for name, tensor in weights.state.items():
         if not tensor.isfinite().all():
@@ -246,9 +248,8 @@ def _read_run(place: Path, data: Path) -> Weights:
         raise RunError("a run without a checkpoint; train it first")
     with torch.device("meta"):
         model = GPT(config.model)
-    metadata = checkpoint.restore_weights(
-        place / "checkpoints", steps[-1], model.to_empty(device="cpu")
-    )
+    model.to_empty(device="cpu")
+    metadata = checkpoint.restore_weights(place / "checkpoints", steps[-1], model)
     meta = read_meta(data)
     if metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
         raise _wrong_tokenizer("another", data, meta)
@@ -260,97 +261,111 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
     settings = _read_json(place / "config.json")
     kind = str(settings.get("model_type"))
     if kind not in FORMATS:
+        kinds = ", ".join(FORMATS)
         raise RunError(
-            f"config.json: model_type is {kind!r}, expected one of {', '.join(FORMATS)}; use other weights"
+            f"config.json: model_type is {kind!r}, expected one of {kinds}; use other weights"
         )
-    form, notes = FORMATS[kind], []
-    described = _read_model(form, settings, model.top_k)
+    form = FORMATS[kind]
+    source = _read_model(form, settings, model.top_k)
+    tensors = form.unify_names(_read_tensors(place))
+    # older files have it, too, where it is the embedding
+    head = tensors.pop("lm_head.weight", None) if source.tie_embeddings else None
+    shapes = _meta_state(source)
+    if kind != "nanokern":
+        shapes = {name: t for name, t in shapes.items() if not name.endswith(BUFFERS)}
+    _check_shapes(tensors, form.from_own(shapes))
+    _check_vocabulary(place, settings, source.vocab_size, data)
+    state = _convert(tensors, form, shapes)
+    # transformers does not tie these
+    if head is not None and not head.float().equal(state["wte.weight"].float()):
+        raise RunError(
+            "config.json: tie_word_embeddings is true, and lm_head.weight differs from the "
+            "embedding; set it to false there, or use other weights"
+        )
+    notes = []
     activation = settings.get("activation_function", "gelu_new")
     if kind == "gpt2" and activation != "gelu":
         notes.append(f"{activation} is computed as exact GELU, up to 5e-4 apart")
-    state = form.unify_names(_read_tensors(place))
-    # older files store it twice
-    head = state.pop("lm_head.weight", None) if described.tie_embeddings else None
-    shapes = {
-        name: t
-        for name, t in _meta_state(described).items()
-        if kind == "nanokern" or not name.endswith(BUFFERS)
-    }
-    _check_shapes(state, form.from_own(shapes))
-    _check_vocabulary(place, settings, described.vocab_size, data)
-    dtype = reduce(
-        torch.promote_types,
-        {tensor.dtype for tensor in state.values() if tensor.is_floating_point()},
-    )
-    own = {
-        name: torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in shapes.items()
-    }
-    for name, view in form.from_own(own).items():
-        view.copy_(state.pop(name))
-    # transformers does not tie these
-    if head is not None and not head.float().equal(own["wte.weight"].float()):
-        raise RunError(
-            "config.json: tie_word_embeddings is true, and lm_head.weight differs from the embedding; set it to false "
-            "there, or use other weights"
-        )
-    return Weights(f"a model of class {form.architecture}", described, own, notes, {})
+    return Weights(f"a model of class {form.architecture}", source, state, notes, {})
+
+
+def _convert(
+    tensors: dict[str, Tensor], form: Format, shapes: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Move `tensors`, named as in `form`, into a state of model.py with the names of `shapes`.
+
+    Empties `tensors`, so that the weights are never in memory twice.
+    """
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    widest = reduce(torch.promote_types, dtypes)
+    state = {}
+    for name, meta in shapes.items():
+        dtype = widest if meta.is_floating_point() else meta.dtype
+        state[name] = torch.empty(meta.shape, dtype=dtype)
+    for name, view in form.from_own(state).items():
+        view.copy_(tensors.pop(name))
+    return state
 
 
 def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
-    """The [model] of a config.json; a dense MLP is described by `top_k`, if its width can be divided by it."""
+    """The [model] of a config.json; a dense MLP has `top_k` experts if its width can be divided."""
     try:
-        described = Model(**form.read_config(settings))
+        model = Model(**form.read_config(settings))
     except ValidationError as error:
-        faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise RunError(f"config.json: {'; '.join(faults)}; use other weights") from error
+        raise RunError(f"config.json: {describe_faults(error)}; use other weights") from error
     except (TypeError, AttributeError) as error:
         raise RunError(
             f"config.json: a value has the wrong type ({error}); download it again"
         ) from error
-    for conflict in find_conflicts(Config(model=described)):
-        raise RunError(f"config.json: {conflict.partition('; set ')[0]}; use other weights")
-    width = described.n_embd // described.n_head
-    if settings.get("head_dim") not in (width, None):
+    for conflict in find_conflicts(Config(model=model)):
+        fault, _, _ = conflict.partition("; set ")
+        raise RunError(f"config.json: {fault}; use other weights")
+    width = model.n_embd // model.n_head
+    head_dim = settings.get("head_dim")
+    if head_dim not in (width, None):
         raise RunError(
-            f"config.json: head_dim is {settings['head_dim']!r}, and model.py computes {width} only; use another model"
+            f"config.json: head_dim is {head_dim!r}, and model.py computes {width} only; "
+            f"use another model"
         )
-    if described.router == "dense" and described.expert_hidden % top_k == 0:
-        return described.model_copy(
-            update={"top_k": top_k, "expert_hidden": described.expert_hidden // top_k}
-        )
-    return described
+    if model.router == "dense" and model.expert_hidden % top_k == 0:
+        update = {"top_k": top_k, "expert_hidden": model.expert_hidden // top_k}
+        return model.model_copy(update=update)
+    return model
 
 
-def _check_shapes(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Raise RunError if `state` has not the names and shapes of `expected`, or a tensor is not floating point."""
-    for name in expected | state:
-        shape = tuple(state[name].shape) if name in state else "missing"
+def _check_shapes(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Raise RunError unless `tensors` have the names and shapes of `expected` and valid values."""
+    for name in expected | tensors:
+        shape = tuple(tensors[name].shape) if name in tensors else "missing"
         wanted = tuple(expected[name].shape) if name in expected else "none"
         if shape != wanted:
             raise RunError(
-                f"config.json and the weights do not match: {name} is {shape}, expected {wanted}; download both again"
+                f"config.json and the weights do not match: {name} is {shape}, "
+                f"expected {wanted}; download both again"
             )
         if name.endswith("hash_table"):
-            known = torch.arange(len(expected[name.replace("hash_table", "weight")]))
-            if not torch.isin(state[name], known).all():
+            experts = torch.arange(len(expected[name.replace("hash_table", "weight")]))
+            if not torch.isin(tensors[name], experts).all():
                 raise RunError(f"{name} names experts that do not exist; download it again")
-        elif state[name].dtype not in FLOATS:
+        elif tensors[name].dtype not in FLOATS:
             raise RunError(
-                f"{name} ({state[name].dtype}) is not floating point; use weights that are not quantized"
+                f"{name} ({tensors[name].dtype}) is not floating point; "
+                f"use weights that are not quantized"
             )
 
 
 def _read_tensors(place: Path) -> dict[str, Tensor]:
     """All tensors in `place`."""
-    files, tensors = sorted(place.glob("model*.safetensors")), {}
+    files = sorted(place.glob("model*.safetensors"))
     if not files:
         raise RunError(
-            "no model*.safetensors; download it, or convert older formats by transformers' save_pretrained"
+            "no model*.safetensors; download it, or convert older formats by transformers' "
+            "save_pretrained"
         )
+    tensors = {}
     for file in files:
         try:
-            tensors |= load_file(file)
+            tensors.update(load_file(file))
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file.name} cannot be read ({error}); download it again") from error
     return tensors
@@ -367,22 +382,22 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Path) -> None:
-    """Raise RunError if the ids of the weights are visibly not those of the data set.
+    """Raise RunError if the ids of the weights are visibly not the ids of the data set.
 
     Compares their number (`rows`), the id that ends a document, and the vocabulary in
     tokenizer.json if there is one.
     """
     meta = read_meta(data)
-    ids, end = meta.tokenizer["vocab_size"], settings.get("eos_token_id")
-    if rows < ids:
+    if rows < meta.tokenizer["vocab_size"]:
         raise _wrong_tokenizer(f"one of {rows} ids", data, meta)
-    # GPT2Config's default may be above `rows`
-    if type(end) is int and end < rows and end != meta.tokenizer["eot"]:
+    end = settings.get("eos_token_id")
+    is_id = type(end) is int and end < rows  # GPT2Config's default may be above `rows`
+    if is_id and end != meta.tokenizer["eot"]:
         raise _wrong_tokenizer(f"one whose texts end with id {end}", data, meta)
     if not (place / TOKENIZER_FILE).is_file():
         return
-    described = _read_json(place / TOKENIZER_FILE).get("model")
-    vocabulary = described.get("vocab") if isinstance(described, dict) else None
+    tokenizer_model = _read_json(place / TOKENIZER_FILE).get("model")
+    vocabulary = tokenizer_model.get("vocab") if isinstance(tokenizer_model, dict) else None
     if not isinstance(vocabulary, dict):
         raise _wrong_tokenizer("not a byte-level one", data, meta)
     for text, number in make_vocabulary(open_tokenizer(data)).items():
@@ -390,8 +405,9 @@ def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Pa
             raise _wrong_tokenizer(f"one whose id of {text!r} is {vocabulary[text]}", data, meta)
 
 
-def _wrong_tokenizer(theirs: str, data: Path, meta: Meta) -> RunError:
+def _wrong_tokenizer(difference: str, data: Path, meta: Meta) -> RunError:
     return RunError(
-        f"its tokenizer is {theirs}, that of the data set {data} is {meta.tokenizer['name']}. Prepare the text with "
-        f"the tokenizer of the weights (python -m data.prepare … --tokenizer), or use other weights"
+        f"its tokenizer is {difference}, that of the data set {data} is {meta.tokenizer['name']}. "
+        f"Prepare the text with the tokenizer of the weights "
+        f"(python -m data.prepare … --tokenizer), or use other weights"
     )

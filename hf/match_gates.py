@@ -1,13 +1,12 @@
 """Another router for a mixture whose weights were trained with a first one.
 
-W stays. But softmax leaves a common shift of a token's logits to chance or a z-loss, while KERN's
-ReLU cuts at 0: so W is centred. And the gates would have another size: so the constant c is set by
-layer.
+W stays, with two changes. Softmax is invariant to a constant added to all logits of a token; KERN's
+ReLU is not, so W is centred. And the new gates would have another size, so each layer's constant c
+is scaled.
 """
 
+import math
 from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,42 +17,77 @@ from configure import Config
 from configure.schema import Model
 from gate_norm import gate_scale
 from model import GPT
-from router import Router, Routing, find_spec
+from router import Router, RouterSpec, Routing, find_spec
 from runtime.distributed import Ranks, sum_over_ranks
 
-TOKENS = 2**13  # at least, to measure the gates of a new router on
+TOKENS = 2**13  # at least, to measure the gates of a new router; not measured how few would do
 
 
 def take_routers(
-    state: dict[str, Tensor], theirs: Model, model: Model
+    state: dict[str, Tensor], source: Model, model: Model
 ) -> tuple[dict[str, Router], list[str]]:
-    """Copy the routers of weights `state`, of `theirs`, that `model` replaces; centre W if only they ignore a shift.
+    """Copy the routers that `model` replaces, and centre W if only the old ones ignore a shift.
 
-    Centring subtracts from W (E, C), and from b, the mean over experts. It shifts all logits of a
-    token alike: the old router computes the same. Returns the old routers by name, none if the
-    formula stays, and notes to print.
+    Args:
+        state: weights of `source`. Centring subtracts from W (E, C), and from b, the mean over
+            experts. The logits of a token then differ by a constant, so the old router computes
+            the same.
+        source: the model of the weights.
+        model: the new model.
+
+    Returns:
+        The old routers by name, none if the formula stays, and notes to print.
     """
-    before, now = find_spec(theirs.router), find_spec(model.router)
-    if before is None or now is None or before == now:
+    old_spec = find_spec(source.router)
+    new_spec = find_spec(model.router)
+    if old_spec is None or new_spec is None or old_spec == new_spec:
         return {}, []
-    routers, centred = {}, before.ignores_shift and not now.ignores_shift
-    for place in (
-        f"blocks.{layer}.mlp.router" for layer in range(theirs.n_dense_layer, theirs.n_layer)
-    ):
-        sizes, table = (
-            (theirs.n_embd, theirs.n_expert, theirs.top_k),
-            state.get(f"{place}.hash_table"),
-        )
-        router = Router(*sizes, before, gate_scale(theirs), table).requires_grad_(False)
-        # other projects have no buffers
-        names = [name for name in router.state_dict() if f"{place}.{name}" in state]
-        router.load_state_dict({name: state[f"{place}.{name}"] for name in names}, strict=False)
-        routers[place] = router
-        for name in {"weight", "bias"}.intersection(names) if centred else ():
-            own = state[f"{place}.{name}"].double()
-            state[f"{place}.{name}"] = (own - own.mean(0)).float()
-    note = f"router weights are centred (mean over experts 0): {theirs.router} ignores that, {model.router} does not"
-    return routers, [note] if centred else []
+    must_centre = old_spec.ignores_shift and not new_spec.ignores_shift
+    routers = {}
+    for layer in range(source.n_dense_layer, source.n_layer):
+        name = f"blocks.{layer}.mlp.router"
+        routers[name] = _copy_router(state, name, source, old_spec)
+        if must_centre:
+            _centre_router(state, name)
+    if not must_centre:
+        return routers, []
+    note = "router weights are centred (mean over experts 0): "
+    return routers, [f"{note}{source.router} ignores that, {model.router} does not"]
+
+
+def _copy_router(state: dict[str, Tensor], name: str, source: Model, spec: RouterSpec) -> Router:
+    own = {}
+    for key, tensor in state.items():
+        if key.startswith(f"{name}."):
+            own[key.removeprefix(f"{name}.")] = tensor
+    table = own.get("hash_table")
+    router = Router(source.n_embd, source.n_expert, source.top_k, spec, gate_scale(source), table)
+    router.load_state_dict(own, strict=False)  # weights of other projects have no buffers
+    return router.requires_grad_(False)
+
+
+def _centre_router(state: dict[str, Tensor], name: str) -> None:
+    for key in (f"{name}.weight", f"{name}.bias"):  # (E, C), (E,)
+        if key in state:
+            exact = state[key].double()
+            state[key] = (exact - exact.mean(0)).float()
+
+
+class OldRouter:
+    """A forward hook of a new router that routes by the old one and measures both on one input.
+
+    Attributes:
+        square: () fp64, the sum over batches of the mean over tokens of Σ g² of the new router.
+    """
+
+    def __init__(self, router: Router, device: torch.device) -> None:
+        self.router = router.to(device)
+        self.square = torch.zeros((), dtype=torch.float64, device=device)
+
+    def __call__(self, _: Router, args: tuple, kwargs: dict[str, Any], routing: Routing) -> Routing:
+        gates = routing.weights  # (N, K)
+        self.square += (gates.square().sum() / len(gates)).double()
+        return self.router(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -65,68 +99,67 @@ def match_gates(
     autocast: torch.autocast,
     ranks: Ranks,
 ) -> str:
-    """Give each layer's gates the norm √E‖g‖² of its `old` router's, on training windows.
+    """Give each layer's gates the norm √E‖g‖² of its old router's gates. Every rank calls it.
 
-    Every rank calls it.
-
-    Both routers of a layer are given the input that the old model has there. The new one's c is
+    Both routers of a layer get the input that the old model has there. The new router's c is
     multiplied by the ratio of their norms, if train.match_gates is set and neither model.gate_norm
-    nor model.gate_scale is. `model` is as `parallel.distribute` leaves it. Returns in words what
-    both routers have, and the factors.
+    nor model.gate_scale is.
+
+    Args:
+        model: with the new routers, as `parallel.distribute` leaves it.
+        old: the routers that were replaced, by name.
+        config: of the run.
+        batches: training windows of this rank.
+        autocast: the run's context for forward passes.
+        ranks: all ranks of the run.
+
+    Returns:
+        Text with the measures of both routers, and the factors.
     """
     settings = config.model
     train = config.train
     tokens_per_batch = train.micro_batch_size * settings.block_size * ranks.world_size
-    first_batches = list(islice(batches, -(-TOKENS // tokens_per_batch)))
-    news: dict[str, Router] = {place: model.get_submodule(place) for place in old}  # pyrefly: ignore[bad-assignment]
-    # Σ g² of the new routers
-    squares = dict.fromkeys(old, torch.zeros((), dtype=torch.float64, device=ranks.device))
-
-    def route_as_before(
-        place: str, _: Router, args: tuple, given: dict[str, Any], routing: Routing
-    ) -> Routing:
-        gate_square = routing.weights.square().sum() / len(routing.weights)
-        squares[place] = squares[place] + gate_square.double() / len(first_batches)
-        return old[place].to(ranks.device)(*args, **given)
-
+    windows = list(islice(batches, math.ceil(TOKENS / tokens_per_batch)))
+    routers: list[Router] = [model.get_submodule(name) for name in old]  # pyrefly: ignore[bad-assignment]
+    hooks = [OldRouter(router, ranks.device) for router in old.values()]
+    text = ""
     model.eval()
-    with torch.compiler.set_stance("force_eager"):  # compiled blocks would keep the hooks
-        with ExitStack() as hooks:
-            for place, router in news.items():
-                hook = router.register_forward_hook(
-                    partial(route_as_before, place), with_kwargs=True
-                )
-                hooks.enter_context(hook)
-            wanted, before = measure(model, first_batches, autocast, ranks)
-        ratio = wanted / (sum_over_ranks(torch.stack([*squares.values()])) / ranks.world_size)
-        text = ""
+    with torch.compiler.set_stance("force_eager"):  # a block compiled with a hook would keep it
+        handles = []
+        for router, hook in zip(routers, hooks, strict=True):
+            handles.append(router.register_forward_hook(hook, with_kwargs=True))
+        before = _measure_gates(model, windows, autocast, ranks)
+        for handle in handles:
+            handle.remove()
         if train.match_gates and not settings.gate_norm and settings.gate_scale == 1:
-            # 1: all gates are 0
-            factors = torch.where(ratio.isfinite() & (ratio > 0), ratio.sqrt(), 1).tolist()
-            for router, factor in zip(news.values(), factors, strict=True):
+            sums = sum_over_ranks(torch.stack([hook.square for hook in hooks]))  # (L,)
+            ratio = before[2] / (sums / (len(windows) * ranks.world_size))
+            usable = ratio.isfinite() & (ratio > 0)  # else all gates of a router are 0
+            factors = torch.where(usable, ratio.sqrt(), 1).tolist()
+            for router, factor in zip(routers, factors, strict=True):
                 router.c.mul_(factor)
-            text = f"; its gates times {', '.join(f'{factor:.3g}' for factor in factors)} (train.match_gates)"
-        _, now = measure(model, first_batches, autocast, ranks)
+            listed = ", ".join(f"{factor:.3g}" for factor in factors)
+            text = f"; its gates times {listed} (train.match_gates)"
+        after = _measure_gates(model, windows, autocast, ranks)
     model.train()
-    return f"old router: {before}; {settings.router}: {now}{text}"
+    return f"old router: {_describe(before)}; {settings.router}: {_describe(after)}{text}"
 
 
-def measure(
+def _measure_gates(
     model: GPT, batches: list[tuple[Tensor, Tensor]], autocast: torch.autocast, ranks: Ranks
-) -> tuple[Tensor, str]:
-    """Means over the tokens of all ranks' `batches`: Σ g² by layer, (L,); and loss, zero gates and norm in words."""
-    rows = []
+) -> Tensor:
+    """Loss, zero gates and Σ g² of each layer, (3, L) fp64: means over tokens of all ranks."""
+    measures = []
     for x, y in batches:
         with autocast:
             _, loss, stats, _ = model(x.to(ranks.device), y.to(ranks.device))
-        rows.append(
-            torch.stack(
-                [loss.expand(len(stats.zero_gates)), stats.zero_gates, stats.gate_square]
-            ).double()
-        )
-    loss, zeros, square = sum_over_ranks(torch.stack(rows).mean(0)) / ranks.world_size  # (L,) each
-    norm = square.sqrt().mean()
-    return (
-        square,
-        f"loss {loss[0].item():.4f}, zero gates {zeros.mean().item():.2%}, gate norm {norm.item():.3g}",
-    )
+        losses = loss.expand(len(stats.zero_gates))
+        measures.append(torch.stack([losses, stats.zero_gates, stats.gate_square]).double())
+    return sum_over_ranks(torch.stack(measures).mean(0)) / ranks.world_size
+
+
+def _describe(measures: Tensor) -> str:
+    """`_measure_gates` as text, averaged over layers."""
+    loss, zero_gates, gate_square = measures
+    norm = gate_square.sqrt().mean()
+    return f"loss {loss[0]:.4f}, zero gates {zero_gates.mean():.2%}, gate norm {norm:.3g}"

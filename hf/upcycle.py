@@ -1,12 +1,12 @@
-"""A dense model's weights as the initial weights of a mixture: what becomes of its MLPs.
+"""A dense model's weights as the initial weights of a mixture: its MLPs become experts.
 
-Sparse upcycling (arXiv 2212.05055) makes a dense model a mixture: its experts are copies of the
-MLP, or of slices of it. With D hidden units in the MLP and H in an expert there are S = D/H slices,
-and E/S copies of each. Expert r·S + s is slice s of copy r. The S experts of a copy have one row in
-the new router, so equal logits, and ties go to the lower index: the K chosen ones are K/S whole
-copies (arXiv 2410.07524, "virtual groups"). Their gates are equal, too, so the sum over the chosen
-is the MLP's output times Σg/S, and w_out is multiplied by S/E[Σg]. That is the dense function where
-all tokens' gates have one sum, as after l1 over topk.
+Sparse upcycling (arXiv 2212.05055): the experts are copies of the MLP, or of slices of it. With D
+hidden units in the MLP and H in an expert there are S = D/H slices, and E/S copies of each. Expert
+r·S + s is slice s of copy r. The S experts of a copy have one row in the new router, so equal
+logits, and ties go to the lower index: the K chosen ones are K/S complete copies (arXiv 2410.07524,
+"virtual groups"). Their gates are equal, too. The sum over the chosen experts is then the MLP's
+output times Σg/S, and w_out is multiplied by S/E[Σg]. That is the dense function if Σg is the same
+for all tokens, as after l1 over topk.
 """
 
 from typing import Any
@@ -23,101 +23,118 @@ from hf.formats import dense_width
 from model import GPT
 from router import Router, find_spec
 
-WINDOWS = 4  # whose loss is compared after upcycling
+WINDOWS = 4  # validation windows whose loss is compared after upcycling; not measured how few do
 SAMPLES = 2**14  # tokens to estimate E[Σg] from: its standard error is below 1%
 
 
-def is_upcycled(theirs: Model, model: Model) -> bool:
-    """Whether weights of `theirs`, a dense model, are to become a mixture, `model`."""
-    return find_spec(theirs.router) is None and find_spec(model.router) is not None
+def is_upcycled(source: Model, model: Model) -> bool:
+    """Return True if weights of `source`, a dense model, are to become a mixture, `model`."""
+    return find_spec(source.router) is None and find_spec(model.router) is not None
 
 
-def find_overrides(theirs: Model, model: Model) -> dict[str, Any]:
-    """The keys of `model` that must change, with their values, so that its experts can be copies or slices."""
-    width, E, K = dense_width(theirs), model.n_expert, model.top_k
-    S, rest = divmod(width, model.expert_hidden)
-    needed = {
-        key: 0
-        for key in ("n_shared_expert", "n_dense_layer", "n_hash_layer")
-        if getattr(model, key)
-    }
-    if rest or E % S or K % S:  # K slices keep the number of active parameters
-        needed["expert_hidden"] = width // K if width % K == 0 and E % K == 0 else width
+def find_overrides(source: Model, model: Model) -> dict[str, Any]:
+    """Keys of `model`, with the values that let its experts be copies or slices of the MLPs."""
+    E, K = model.n_expert, model.top_k
+    width = dense_width(source)
+    needed = {}
+    for key in ("n_shared_expert", "n_dense_layer", "n_hash_layer"):
+        if getattr(model, key):
+            needed[key] = 0
+    n_slice, remainder = divmod(width, model.expert_hidden)
+    if remainder or E % n_slice or K % n_slice:
+        # K slices keep the number of active parameters
+        can_have_k_slices = width % K == 0 and E % K == 0
+        needed["expert_hidden"] = width // K if can_have_k_slices else width
     return needed
 
 
 @torch.no_grad()
-def upcycle(config: Config, theirs: Model, state: dict[str, Tensor]) -> str:
-    """Replace the MLPs in `state` by experts, and routers drawn from run.seed.
+def upcycle(config: Config, source: Model, state: dict[str, Tensor]) -> str:
+    """Replace the MLPs in `state`, weights of `source`, by experts, and add routers.
 
-    Returns a note with both losses.
+    Routers are drawn from run.seed. Returns a note with the losses before and after.
     """
-    model, spec = config.model, find_spec(config.model.router)
+    model = config.model
+    spec = find_spec(model.router)
     assert spec is not None, "a mixture"
-    E, C, H = model.n_expert, model.n_embd, model.expert_hidden
-    S = dense_width(theirs) // H
-    # lost: why the function is another
-    before, lost = _measure_loss(config, theirs, theirs, state), []
-    biases = [
-        state.pop(name)
-        for name in list(state)
-        if name.endswith((".mlp.w_in.bias", ".mlp.w_out.bias"))
-    ]
+    n_slice = dense_width(source) // model.expert_hidden
+    n_copy = model.n_expert // n_slice
+    loss_before = _measure_loss(config, source, source, state)
+    reasons = []  # why the mixture computes another function
+    names = [name for name in state if name.endswith((".mlp.w_in.bias", ".mlp.w_out.bias"))]
+    biases = [state.pop(name) for name in names]
     if any(bias.any() for bias in biases):
-        lost.append("experts lack the biases of the MLPs")
+        reasons.append("experts lack the biases of the MLPs")
 
     generator = torch.Generator().manual_seed(config.run.seed)
-    router = Router(C, E, model.top_k, spec, gate_scale(model))
+    router = Router(model.n_embd, model.n_expert, model.top_k, spec, gate_scale(model))
     std = model.init_std * model.router_init_ratio
-    # of inputs that a norm leaves
-    logits = torch.randn(SAMPLES, E // S, generator=generator) * std * C**0.5
-    sums = router.choose(logits.repeat_interleave(S, 1)).weights.double().sum(-1)
-    scale = S / sums.mean().item()
-    if sums.std() > 1e-6 * sums.mean():
-        lost.append(f"the sum of a token's {model.router} gates varies")
-    for mlp in (f"blocks.{layer}.mlp" for layer in range(model.n_layer)):
-        # gated: 2H
-        w_in = (
-            state.pop(f"{mlp}.w_in.weight")
-            .reshape(-1, S, H, C)
-            .permute(1, 3, 0, 2)
-            .reshape(S, C, -1)
-        )
-        # (S, H, C)
-        w_out = scale * state.pop(f"{mlp}.w_out.weight").reshape(C, S, H).permute(1, 2, 0)
-        state |= {
-            f"{mlp}.experts.w_in": w_in.repeat(E // S, 1, 1),
-            f"{mlp}.experts.w_out": w_out.repeat(E // S, 1, 1),
-        }
-        rows = std * torch.randn(E // S, C, generator=generator)
-        new = router.state_dict() | {"weight": rows.repeat_interleave(S, 0)}
-        state |= {f"{mlp}.router.{name}": tensor for name, tensor in new.items()}
+    # a norm leaves inputs of norm √C
+    logits = torch.randn(SAMPLES, n_copy, generator=generator) * std * model.n_embd**0.5
+    gates = router.choose(logits.repeat_interleave(n_slice, 1)).weights.double()  # (SAMPLES, K)
+    gate_sums = gates.sum(-1)
+    if gate_sums.std() > 1e-6 * gate_sums.mean():
+        reasons.append(f"the sum of a token's {model.router} gates varies")
+    scale = n_slice / gate_sums.mean().item()
+    for layer in range(model.n_layer):
+        mlp = f"blocks.{layer}.mlp"
+        w_in = state.pop(f"{mlp}.w_in.weight")
+        w_out = state.pop(f"{mlp}.w_out.weight")
+        w_in, w_out = split_into_slices(w_in, w_out, n_slice)
+        state[f"{mlp}.experts.w_in"] = w_in.repeat(n_copy, 1, 1)  # (E, C, H or 2H)
+        state[f"{mlp}.experts.w_out"] = (scale * w_out).repeat(n_copy, 1, 1)  # (E, H, C)
+        rows = std * torch.randn(n_copy, model.n_embd, generator=generator)
+        for name, tensor in router.state_dict().items():
+            state[f"{mlp}.router.{name}"] = tensor
+        state[f"{mlp}.router.weight"] = rows.repeat_interleave(n_slice, 0)  # (E, C)
 
-    after, slices = _measure_loss(config, theirs, model, state), f"'s {S} slices" if S > 1 else ""
-    note = f"upcycled: a layer's {E} experts are {E // S} copies of its MLP{slices}, "
-    note += f"loss on {WINDOWS} validation windows {before:.5f} -> {after:.5f}"
-    return note + (f", because {' and '.join(lost)}" if lost else "")
+    loss_after = _measure_loss(config, source, model, state)
+    note = f"upcycled: a layer's {model.n_expert} experts are {n_copy} copies of its MLP"
+    if n_slice > 1:
+        note += f"'s {n_slice} slices"
+    note += f", loss on {WINDOWS} validation windows {loss_before:.5f} -> {loss_after:.5f}"
+    if reasons:
+        note += f", because {' and '.join(reasons)}"
+    return note
+
+
+def split_into_slices(w_in: Tensor, w_out: Tensor, n_slice: int) -> tuple[Tensor, Tensor]:
+    """Split the D hidden units of an MLP into S slices of H, each as an expert's matrices.
+
+    Args:
+        w_in: (D, C); of a gated MLP (2D, C), the gate above.
+        w_out: (C, D).
+        n_slice: S.
+
+    Returns:
+        (S, C, H), gated (S, C, 2H), and (S, H, C).
+    """
+    C, D = w_out.shape
+    S, H = n_slice, D // n_slice
+    w_in = w_in.reshape(-1, S, H, C)  # (1, S, H, C), gated (2, S, H, C)
+    w_in = w_in.permute(1, 3, 0, 2).reshape(S, C, -1)
+    w_out = w_out.reshape(C, S, H).permute(1, 2, 0)
+    return w_in, w_out
 
 
 @torch.no_grad()
-def _measure_loss(config: Config, theirs: Model, model: Model, state: dict[str, Tensor]) -> float:
-    """Loss, nats per token, of `model` with weights `state` on a few validation windows, on the CPU."""
-    T, folders, sets = config.model.block_size, config.data.folders, config.data.sets
-    chosen = choose_validation(
-        [open_tokens(place, "val") for place in folders], T, WINDOWS, weights=[*sets.values()]
-    )
+def _measure_loss(config: Config, source: Model, model: Model, state: dict[str, Tensor]) -> float:
+    """Loss, nats per token, of `model` with weights `state` on validation windows, on the CPU."""
+    T = config.model.block_size
+    tokens = [open_tokens(folder, "val") for folder in config.data.folders]
+    chosen = choose_validation(tokens, T, WINDOWS, weights=list(config.data.sets.values()))
     x, y = windows(chosen.tokens, chosen.windows, T)
-    shared = {
-        "vocab_size": theirs.vocab_size,
-        "block_size": max(theirs.block_size, T),
-        "bias": theirs.bias,
+    settings = {
+        "vocab_size": source.vocab_size,
+        "block_size": max(source.block_size, T),
+        "bias": source.bias,
+        "backend": "auto",
     }
     with torch.device("meta"):
-        gpt = GPT(model.model_copy(update=shared | {"backend": "auto"})).eval()
+        gpt = GPT(model.model_copy(update=settings)).eval()
     gpt.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
-    gpt.document_token = (
-        read_meta(folders[0]).tokenizer["eot"] if config.data.document_mask else None
-    )
+    if config.data.document_mask:
+        gpt.document_token = read_meta(config.data.folders[0]).tokenizer["eot"]
     loss = gpt(torch.from_numpy(x), torch.from_numpy(y)).loss
     assert loss is not None, "there are targets"
     return loss.item()

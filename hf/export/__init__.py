@@ -1,1 +1,1 @@
-"""Runs in the formats of other projects: the command that writes them, and the files that it ships."""
+"""Runs in the formats of other projects: the command that writes them, and the files it ships."""

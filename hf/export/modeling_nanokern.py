@@ -39,7 +39,7 @@ class NanoKernAttention(nn.Module):
         self.is_causal = True
         kv_heads = config.num_key_value_heads or config.num_attention_heads
         kv_size = kv_heads * self.head_dim
-        # for the attention functions
+        # attention functions read it
         self.num_key_value_groups = config.num_attention_heads // kv_heads
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.bias)
@@ -60,25 +60,34 @@ class NanoKernAttention(nn.Module):
         position_ids: Tensor,
         **kwargs: Any,
     ) -> Tensor:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        query = self.q_proj(hidden_states)  # (B, T, C)
+        key = self.k_proj(hidden_states)  # (B, T, nkv·hs)
+        value = self.v_proj(hidden_states)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = normalize_heads(query, self.q_norm), normalize_heads(key, self.k_norm)
-        # (B, nh or nkv, T, hs)
-        query, key = query.view(shape).transpose(1, 2), key.view(shape).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+            query = normalize_heads(query, self.q_norm)
+            key = normalize_heads(key, self.k_norm)
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = query.view(shape).transpose(1, 2)  # (B, nh, T, hs)
+        key = key.view(shape).transpose(1, 2)  # (B, nkv, T, hs)
+        value = value.view(shape).transpose(1, 2)
         if self.config.pos == "rope":
-            query, key = (rotate(x, self.config.rope_base, position_ids) for x in (query, key))
+            query = rotate(query, self.config.rope_base, position_ids)
+            key = rotate(key, self.config.rope_base, position_ids)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get(
-            self.config._attn_implementation, eager_attention_forward
+        implementation = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get(implementation, eager_attention_forward)
+        y, _ = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.config.dropout if self.training else 0.0,
+            scaling=self.scaling,
+            position_ids=position_ids,
+            **kwargs,
         )
-        kwargs |= {
-            "dropout": self.config.dropout if self.training else 0.0,
-            "position_ids": position_ids,
-        }
-        y, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         y = self.o_proj(y.reshape(*hidden_states.shape[:-1], -1))
         return F.dropout(y, self.config.dropout, self.training)
 
@@ -106,32 +115,39 @@ class NanoKernExperts(nn.Module):
     def __init__(self, config: NanoKernConfig) -> None:
         super().__init__()
         E, C, H = config.n_expert, config.hidden_size, config.moe_intermediate_size
-        self.up_name = "gate_up_proj" if config.gated else "up_proj"
-        self.register_parameter(
-            self.up_name, nn.Parameter(torch.empty(E, C, (1 + config.gated) * H))
-        )
-        self.down_proj = nn.Parameter(torch.empty(E, H, C))
+        self.gated = config.gated
         self.activation = config.hidden_act
+        if self.gated:
+            self.gate_up_proj = nn.Parameter(torch.empty(E, C, 2 * H))
+        else:
+            self.up_proj = nn.Parameter(torch.empty(E, C, H))
+        self.down_proj = nn.Parameter(torch.empty(E, H, C))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(N, C), (N, K) int64, (N, K) fp32 -> (N, C)."""
-        x, up, down = hidden_states, self.get_parameter(self.up_name), self.down_proj
+        x = hidden_states
+        up = self.gate_up_proj if self.gated else self.up_proj
+        down = self.down_proj
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, up, down = x.to(dtype), up.to(dtype), down.to(dtype)
+            x = x.to(dtype)
+            up = up.to(dtype)
+            down = down.to(dtype)
         return expert_mlp(x, up, down, top_k_weights, top_k_index, self.activation)
 
 
 class NanoKernMoE(nn.Module):
-    """Router, experts, and those that every token takes."""
+    """A router, its experts, and shared experts, which every token uses."""
 
     def __init__(self, config: NanoKernConfig, layer_idx: int) -> None:
         super().__init__()
-        spec, sizes = find_spec(config.router), (config.n_expert, config.num_experts_per_tok)
+        spec = find_spec(config.router)
         assert spec is not None  # dense models have no MoE
-        hashed = layer_idx < config.n_dense_layer + config.n_hash_layer
-        table = hash_table(config.vocab_size, *sizes, seed=layer_idx) if hashed else None
-        self.router = Router(config.hidden_size, *sizes, spec, config.gate_scale, table)
+        E, K = config.n_expert, config.num_experts_per_tok
+        table = None
+        if layer_idx < config.n_dense_layer + config.n_hash_layer:
+            table = hash_table(config.vocab_size, E, K, seed=layer_idx)
+        self.router = Router(config.hidden_size, E, K, spec, config.gate_scale, table)
         self.experts = NanoKernExperts(config)
         shared = config.n_shared_expert * config.moe_intermediate_size
         self.shared_experts = NanoKernMLP(config, shared, bias=False) if shared else None
@@ -140,7 +156,8 @@ class NanoKernMoE(nn.Module):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # (N, C)
         if input_ids is None and self.router.hash_table is not None:
             raise ValueError(
-                "inputs_embeds alone: hash layers choose experts by token id; give input_ids instead"
+                "inputs_embeds alone: hash layers choose experts by token id; "
+                "give input_ids instead"
             )
         routing = self.router(tokens, ids=input_ids)
         y = self.experts(tokens, routing.experts, routing.weights)
@@ -157,26 +174,24 @@ class NanoKernDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = NanoKernAttention(config, layer_idx)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
-        dense = find_spec(config.router) is None or layer_idx < config.n_dense_layer
-        width = config.intermediate_size
-        self.mlp = (
-            NanoKernMLP(config, width, config.bias) if dense else NanoKernMoE(config, layer_idx)
-        )
+        if find_spec(config.router) is None or layer_idx < config.n_dense_layer:
+            self.mlp = NanoKernMLP(config, config.intermediate_size, config.bias)
+        else:
+            self.mlp = NanoKernMoE(config, layer_idx)
         self.dropout = config.dropout
 
     def forward(
         self, hidden_states: Tensor, input_ids: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """(B, T, C), (B, T) -> (B, T, C). The other arguments are those of NanoKernAttention."""
-        hidden_states = hidden_states + self.self_attn(
-            self.input_layernorm(hidden_states), *args, **kwargs
-        )
-        y = self.mlp(self.post_attention_layernorm(hidden_states), input_ids)
-        return hidden_states + F.dropout(y, self.dropout, self.training)
+        """(B, T, C), (B, T) -> (B, T, C). NanoKernAttention gets the other arguments."""
+        x = hidden_states
+        x = x + self.self_attn(self.input_layernorm(x), *args, **kwargs)
+        y = self.mlp(self.post_attention_layernorm(x), input_ids)
+        return x + F.dropout(y, self.dropout, self.training)
 
 
 class NanoKernPreTrainedModel(PreTrainedModel):
-    """What transformers needs to know of both models below."""
+    """Attributes of both models below that transformers reads."""
 
     config: NanoKernConfig  # pyrefly: ignore[bad-override-mutable-attribute]  (as in transformers)
     config_class = NanoKernConfig
@@ -184,7 +199,7 @@ class NanoKernPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["NanoKernDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["router"]  # as in training, whatever the dtype of the rest
+    _keep_in_fp32_modules_strict = ["router"]  # as in training, for any dtype of other weights
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
@@ -202,8 +217,10 @@ class NanoKernModel(NanoKernPreTrainedModel):
 
     def __init__(self, config: NanoKernConfig) -> None:
         if config.qk_norm == "all":  # a norm over all heads cannot be split between devices
-            plan = NanoKernConfig.base_model_tp_plan or {}
-            plan = {name: how for name, how in plan.items() if ".self_attn." not in name}
+            plan = dict(NanoKernConfig.base_model_tp_plan or {})
+            for name in list(plan):
+                if ".self_attn." in name:
+                    del plan[name]
             config.base_model_tp_plan = plan  # pyrefly: ignore[read-only]
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -229,11 +246,16 @@ class NanoKernModel(NanoKernPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Compute the last hidden states (B, T, C) from `input_ids` (B, T) int64 or `inputs_embeds` (B, T, C).
+        """Compute the last hidden states (B, T, C).
 
-        `attention_mask` (B, S) is 0 where a row is padded; `position_ids` (B, T) begin at 0 after a
-        row's padding on the left by default. `kwargs` are passed on to the attention, or are of
-        transformers (output_hidden_states).
+        Args:
+            input_ids: (B, T) int64. Give these or `inputs_embeds`.
+            attention_mask: (B, S), 0 where a row is padded.
+            position_ids: (B, T); by default 0 at a row's first token after padding on the left.
+            past_key_values: the cache.
+            inputs_embeds: (B, T, C).
+            use_cache: return a cache.
+            **kwargs: passed on to the attention, or read by transformers (output_hidden_states).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -241,7 +263,7 @@ class NanoKernModel(NanoKernPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         start = past_key_values.get_seq_length() if past_key_values is not None else 0
-        columns = torch.arange(start, start + x.shape[1], device=x.device)  # (T,) of the cache
+        columns = torch.arange(start, start + x.shape[1], device=x.device)  # (T,) in the cache
         if position_ids is None:
             position_ids = columns[None]
             # from a row's first token, not its padding
@@ -297,11 +319,18 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute logits, and the loss with `labels`: (B, T) int64, shifted inside, where -100 is ignored.
+        """Compute logits, and the loss if there are labels.
 
-        Logits are computed at `logits_to_keep` last positions, 0 for all, or at the positions in
-        that tensor. The other arguments are those of NanoKernModel; `kwargs` are passed on to the
-        model and the loss.
+        Args:
+            input_ids: this and the next arguments are described in NanoKernModel.
+            attention_mask: see there.
+            position_ids: see there.
+            past_key_values: see there.
+            inputs_embeds: see there.
+            labels: (B, T) int64, the input ids; they are shifted here. -100 is ignored.
+            use_cache: see NanoKernModel.
+            logits_to_keep: number of last positions to compute logits at, 0 for all; or positions.
+            **kwargs: passed on to the model and the loss.
         """
         outputs = self.model(
             input_ids,
@@ -314,9 +343,7 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = (
-            None
-            if labels is None
-            else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        )
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
