@@ -1,2 +1,2 @@
 #!/usr/bin/env bash
-exec bash "$(dirname "$0")/../tools/gpu_check.sh" "$@"
+cd "$(dirname "$0")/.." && exec "${PYTHON:-python3}" -m tools.gpu_check "$@"

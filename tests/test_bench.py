@@ -1,11 +1,9 @@
-"""tools/bench and tools/gpu_check.sh: what is timed, what is made of the times, which commands
-the script runs.
-"""
+"""tools/bench and tools/gpu_check.py: what is timed, and what is made of the times."""
 
 import json
 import re
-import subprocess
 from argparse import Namespace
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -15,13 +13,12 @@ from numerics import SEED, assert_near, tolerance
 from runs import REPO_ROOT
 from test_kernels import assert_equals_reference
 
-import configure
 import tools.bench.__main__ as bench
 from configure.schema import Model
-from data import prepare
 from kernels.reference import expert_mlp
 from router import ROUTERS
 from runtime import distributed
+from tools import gpu_check
 from tools.bench import harness
 from tools.bench import moe as bench_moe
 from tools.bench import steps as bench_steps
@@ -227,68 +224,55 @@ def test_bad_input_is_refused_before_anything_is_timed(
     assert message in capsys.readouterr().err
 
 
-# ---- gpu_check.sh
-FAKE = """\
-#!/usr/bin/env bash
-# In place of Python: prints its arguments.
-[ "$1" = -c ] && { echo packages; exit 0; }
-[ "$1" = - ] && { echo '{"commit": "'"$2"'"}' > "$3"; exit 0; }
-printf '%s\\n' "$@"
-while [ $# -gt 1 ]; do
-    [ "$1" = --json ] && echo '{"rows": []}' > "$2"
-    shift
-done
-"""
+# ---- gpu_check
+def read_pieces(out):
+    """{piece: result} of a check."""
+    figures = json.loads((out / "gpu_check.json").read_text())
+    return {name: result for name, (_, result) in figures["pieces"].items()}
 
 
-@pytest.mark.parametrize("rehearse", [[], ["--rehearse"]])
-def test_gpu_check_asks_for_what_the_commands_take(tmp_path, rehearse, monkeypatch):
-    (tmp_path / "python").write_text(FAKE)
-    (tmp_path / "python").chmod(0o755)
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHON": f"{tmp_path}/python",
-        "FOLDER": f"{tmp_path}/out",
-    }
-    subprocess.run(
-        ["bash", "tools/gpu_check.sh", *rehearse], cwd=REPO_ROOT, env=environment, check=True
-    )
-    log = re.split(r"^== ([\w-]+): .*\n", (tmp_path / "out/gpu_check.log").read_text(), flags=re.M)[
-        1:
-    ]
-    asked = {name: text.splitlines() for name, text in zip(log[::2], log[1::2], strict=True)}
-    assert len(list((tmp_path / "out").iterdir())) <= 8  # the device machine brings back few
+def test_gpu_check_rehearses_on_a_cpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(bench_moe.CEILING, "cpu", (16, 24))
     monkeypatch.chdir(REPO_ROOT)
-    monkeypatch.setattr(Benchmark, "time", lambda self, functions: {})
-    for words in asked.values():
-        if words[:2] == ["-m", "tools.bench"] and words[2] == "step":
-            assert bench.main([*words[2:], f"--json={tmp_path}/figures.json"]) == 0
-    # what one trains on the other does not find
-    name = "packages-rehearsal" if rehearse else "packages"
-    assert prepare.parse_arguments(asked["data"][2:]).name == name
-    assert asked["train"][:2] == ["-m", "scripts.sweep"]
-    file, overrides = configure.split_command_line(asked["train"][2:])
-    configs = [
-        configure.load(REPO_ROOT / file, point)
-        for point in configure.sweep_points(REPO_ROOT / file, overrides)
+    pieces = ["steps", "experts", "errors", "attention", "trace", "routers"]
+    assert gpu_check.main(["--rehearse", "--out", str(tmp_path), *pieces]) == 0
+    assert read_pieces(tmp_path) == dict.fromkeys(pieces, "ok")
+    figures = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert figures["about"]["device"] == "cpu" and len(figures["errors"]["kernels float32"]) == 5
+    rows = figures["step float32"]["rows"]
+    assert [row["alternative"] for row in rows] == [
+        "dense, off",
+        "dense, on",
+        "kern, off",
+        "kern, on",
     ]
-    assert [config.model.router for config in configs] == [
-        "kern",
-        "dense",
-        "softmax",
-        "sigmoid",
-        "tanh",
-    ]
-    assert {(config.data.name, config.train.max_steps) for config in configs} == {
-        (name, 10 if rehearse else 80)
+    assert (tmp_path / "kern-compile-off.trace.json.gz").exists()
+
+
+def test_gpu_check_goes_on_after_a_failure_and_leaves_out_what_does_not_fit(
+    tmp_path, monkeypatch, capsys
+):
+    def fail(check):
+        raise torch.OutOfMemoryError("no memory\nat all")
+
+    pieces = {
+        "first": gpu_check.Piece(fail, 0),
+        "second": gpu_check.Piece(lambda check: check.figures.update(done=True), 0),
+        "long": gpu_check.Piece(fail, 3600),
     }
-    kernels, steps = (
-        {word for word in asked[name] if word.startswith("tests/")} for name in ("kernels", "steps")
-    )
-    mark = "mark." + "gpu"
-    marked = {
-        f"tests/{file.name}"
-        for file in (REPO_ROOT / "tests").glob("test_*.py")
-        if mark in file.read_text()
-    }
-    assert steps | kernels == marked and not steps & kernels
+    monkeypatch.setattr(gpu_check, "PIECES", pieces)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "describe_machine", dict)
+    monkeypatch.setattr(gpu_check, "free_memory", nullcontext)
+    assert gpu_check.main(["--out", str(tmp_path)]) == 1
+    assert read_pieces(tmp_path) == {"first": "FAILED: OutOfMemoryError: no memory", "second": "ok"}
+    assert re.search(r"long +left out: about 3600 s", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ([], "torch finds no CUDA device here"), (["--rehearse", "sleep"], "no piece sleep: name some of steps"),
+])  # fmt: skip
+def test_gpu_check_refuses(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main(["--out", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err

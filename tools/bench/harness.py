@@ -21,6 +21,8 @@ from runtime import distributed
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 WARM_UP = 2  # rounds
 FLUSH_BYTES = 2**28  # more than any L2 cache
+PROFILED = 2  # calls in a trace
+LONG_GAP = 0.02  # ms
 MOST_AHEAD = 0.02  # seconds that the device waits for the host; both passes launch in 3 ms
 ORDER_SEED = 0  # of the order of alternatives in each round
 CLOCK = 2e9  # cycles a second, about a GPU's highest: of the wait for the host
@@ -121,22 +123,61 @@ class Benchmark:
         self.write_json()
 
     def profile(self, function: Callable[[], object], name: str) -> None:
-        """If --profile FILE asks for it, write a trace of three calls and print their largest operators and kernels."""
+        """If --profile FILE asks for it, write a trace of two calls and print their largest operators and kernels."""
         if not self.args.profile:
             return
         function()
         with torch.profiler.profile() as profiler:
-            for _ in range(3):
-                time_once(function, self.cold)
+            for _ in range(PROFILED):
+                function()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         profiler.export_chrome_trace(self.args.profile)
-        print(
-            f"{self.args.profile}: three calls of {name}; the largest operators and kernels by their own time:"
-        )
-        where = "device" if self.device.type == "cuda" else "cpu"
-        print(
-            profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=20),
-            flush=True,
-        )
+        print(f"{self.args.profile}: {PROFILED} calls of {name}")
+        if self.device.type == "cuda":
+            self.data["trace"] = summary = summarize_trace(profiler)
+            for line in describe_trace(summary):
+                print(line)
+            self.write_json()
+            return
+        print("the largest operators by their own time:")
+        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20)
+        print(table, flush=True)
+
+
+def summarize_trace(profiler: torch.profiler.profile) -> dict[str, Any]:
+    """Per call, what the device did: kernels by name [launches, ms], and ms between and within them."""
+    recorded: Any = profiler.events()
+    events = [event for event in recorded if "CUDA" in str(event.device_type)]
+    # the optimizer's range counts its kernels once more
+    events = [event for event in events if not event.name.startswith("Optimizer.")]
+    events.sort(key=lambda event: event.time_range.start)
+    kernels: dict[str, list[float]] = {}
+    idle = waits = 0.0
+    end = events[0].time_range.start
+    for event in events:
+        row = kernels.setdefault(event.name, [0.0, 0.0])
+        row[0] += 1 / PROFILED
+        row[1] += event.time_range.elapsed_us() / 1000 / PROFILED
+        gap = max(0.0, event.time_range.start - end) / 1000 / PROFILED
+        idle += gap
+        waits += gap if gap * PROFILED > LONG_GAP else 0.0
+        end = max(end, event.time_range.end)
+    span = (end - events[0].time_range.start) / 1000 / PROFILED
+    largest = dict(sorted(kernels.items(), key=lambda item: -item[1][1]))
+    return {"ms": span, "idle ms": idle, "long gaps ms": waits, "kernels": largest}
+
+
+def describe_trace(summary: dict[str, Any], n_row: int = 30) -> list[str]:
+    """Lines of `summarize_trace`, with its largest kernels."""
+    launches = sum(row[0] for row in summary["kernels"].values())
+    lines = [
+        f"{summary['ms']:.1f} ms a call, {launches:.0f} launches, {summary['idle ms']:.2f} ms idle, "
+        f"{summary['long gaps ms']:.2f} of them in gaps above {1000 * LONG_GAP:.0f} µs"
+    ]
+    for name, (count, ms) in list(summary["kernels"].items())[:n_row]:
+        lines.append(f"{ms:8.3f} ms {count:6.1f}  {name[:90]}")
+    return lines
 
 
 def time_once(

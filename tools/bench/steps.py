@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import product
 from typing import Any
@@ -16,6 +16,7 @@ from kernels import linear, route
 from model import GPT, MoE, flops_per_token
 from router import ROUTERS, Router, find_spec
 from runtime import RunError, distributed
+from runtime.graph import WARM_UP, StepGraph, can_capture
 from runtime.optimizers import build_optimizer, choose_copy_dtype
 from runtime.parallel import compile_blocks
 from runtime.updates import Updates
@@ -34,8 +35,6 @@ class Step:
         self, config: Config, device: torch.device, peer: type[NanoChat] | None = None
     ) -> None:
         self.config, self.device, self.peer = config, device, peer
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.loss: Tensor | None = None  # of the graph's passes
         self.dtype = distributed.pick_dtype(config.train.dtype, device, config.model.router)
         self.tokens = config.train.micro_batch_size * config.model.block_size
 
@@ -65,48 +64,42 @@ class Step:
         optimizer = build_optimizer(model, config.optim, copy_dtype)
         return model, optimizer, Updates(optimizer, config, self.dtype == torch.float16), tokens
 
+    @cached_property
+    def graph(self) -> StepGraph:
+        """As in train.py; with train.cuda_graph the first call runs the steps before it captures."""
+        captures = can_capture(self.config.train.cuda_graph, self.device, 1, 0)
+        graph = StepGraph(self.parts[0].parameters(), captures)
+        if captures:
+            for _ in range(WARM_UP):
+                self.run(graph)
+        return graph
+
     def __call__(self) -> None:
         """Run the step; its gradients are dropped."""
-        _, optimizer, updates, _ = self.parts
+        self.run(self.graph)
+
+    def run(self, graph: StepGraph) -> None:
+        """Run the step's passes by `graph`, and update."""
+        _, optimizer, updates, (x, y) = self.parts
         try:
-            if self.graph is not None and self.loss is not None:
-                self.graph.replay()
-                loss = self.loss
-            else:
-                loss = self.run_passes()
-            # at rate 0, so that weights and routing stay those of the start
+            graph.start_step(optimizer.valid_copies().values())
+            loss, _ = graph.run(self.run_passes, x, y, None)
+            # at rate 0, so that weights and routing stay as at the start
             updates.step(0, 0.0, loss)
         finally:  # also when memory ran out
-            if not self.graph:  # which writes the gradients where they are
-                optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
 
-    def run_passes(self) -> Tensor:
-        """Run the forward and the backward pass; return the loss, ()."""
-        model, optimizer, updates, (x, y) = self.parts
-        checkpointing = self.config.train.activation_checkpointing
-        once = (
-            nullcontext()
-            if checkpointing
-            else model.cast_once(self.dtype, optimizer.valid_copies())
-        )
-        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-        with once, autocast:
+    def run_passes(self, x: Tensor, y: Tensor, loads: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Run the forward and the backward pass; returns the loss, (), twice."""
+        model, optimizer, updates, _ = self.parts
+        once: AbstractContextManager = nullcontext()
+        if not self.config.train.activation_checkpointing:
+            once = model.cast_once(self.dtype, optimizer.valid_copies())
+        in_half = self.dtype != torch.float32
+        with once, torch.autocast(self.device.type, self.dtype, enabled=in_half):
             loss = model(x, y).loss
         (loss * updates.scale).backward()
-        return loss.detach()
-
-    def capture(self) -> None:
-        """Capture both passes in a CUDA graph, which later steps replay."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # kernels compile, and AdamW makes its copies
-                self()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.loss = self.run_passes()
-        self.graph = graph
+        return loss.detach(), loss.detach()
 
 
 def build_router(config: Config, device: torch.device) -> Callable[[], object]:
