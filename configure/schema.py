@@ -400,7 +400,7 @@ class Train(Section):
     )
     cuda_graph: Literal["auto", "on", "off"] = key(
         "auto",
-        "replay forward and backward pass as a CUDA graph, on one GPU; auto: off",
+        "replay forward and backward pass as a CUDA graph, on one GPU; auto: where memory allows",
         resume=True,
     )
     parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = key(

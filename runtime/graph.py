@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from common.text import first_line
-from runtime.distributed import print_once
+from runtime.distributed import memory_bytes, print_once
 
+MOST_PLANNED = 0.7  # of a device's memory, with train.cuda_graph = auto; not measured
 WARM_UP = 3  # steps before: kernels compile, and AdamW makes its copies of experts' weights
 
 # Of inputs and targets (B, T) int64 and any loads (L, E): the loss () and its part of the step's
@@ -115,11 +116,21 @@ def capture_graph(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CU
     return graph, outputs
 
 
-def can_capture(asked: str, device: torch.device, world_size: int) -> bool:
-    """Return True if train.cuda_graph = `asked` captures; prints a line if it asks and cannot."""
-    if asked != "on":  # auto is off, until whole runs with and without agree on a GPU
+def can_capture(asked: str, device: torch.device, world_size: int, planned_bytes: int) -> bool:
+    """Return True if train.cuda_graph = `asked` captures; prints a line if it is "on" and cannot.
+
+    Args:
+        asked: "auto", "on" or "off".
+        device: where the run computes.
+        world_size: ranks of the run.
+        planned_bytes: memory that the run is expected to need. A graph does not share the memory of
+            its activations, so "auto" leaves a part of the device free for evaluations.
+    """
+    if asked == "off":
         return False
-    if device.type != "cuda" or world_size > 1:
+    if device.type == "cuda" and world_size == 1:
+        capacity = memory_bytes(device)
+        return asked == "on" or (capacity is not None and planned_bytes < MOST_PLANNED * capacity)
+    if asked == "on":
         print_once("train.cuda_graph: steps run without a graph: it needs one CUDA device")
-        return False
-    return True
+    return False

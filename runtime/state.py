@@ -324,7 +324,8 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         copy_dtype = choose_copy_dtype(config.model.backend, plan.device, plan.dtype)
     optimizer = build_optimizer(model, config.optim, copy_dtype)
     joined = torch.compile(join, fullgraph=True) if compiles else join
-    captures = can_capture(train.cuda_graph, plan.device, ranks.world_size)
+    planned_bytes = sum(plan.memory)
+    captures = can_capture(train.cuda_graph, plan.device, ranks.world_size, planned_bytes)
     state = TrainState(
         step=start.step,
         metadata=build_metadata(start, plan.data, threads),

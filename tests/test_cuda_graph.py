@@ -108,14 +108,15 @@ def test_steps_run_without_a_graph_that_cannot_be_captured(tiny, captured, fails
     assert capsys.readouterr().out.count(line) == 1
 
 
-def test_a_graph_needs_a_gpu_and_to_be_asked_for(capsys):
-    device = torch.device("cuda")
-    assert not graph.can_capture("auto", device, 1)
+def test_a_graph_needs_one_gpu_with_memory_to_spare(capsys, monkeypatch):
+    monkeypatch.setattr(graph, "memory_bytes", lambda device: 1000)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert graph.can_capture("auto", gpu, 1, 699) and graph.can_capture("on", gpu, 1, 900)
+    refused = [("auto", gpu, 1, 700), ("auto", gpu, 2, 1), ("auto", cpu, 1, 1), ("off", gpu, 1, 1)]
+    assert not any(graph.can_capture(*inputs) for inputs in refused)
     assert capsys.readouterr().out == ""
-    assert not graph.can_capture("on", torch.device("cpu"), 1)
-    assert not graph.can_capture("on", device, 2)
+    assert not graph.can_capture("on", cpu, 1, 1) and not graph.can_capture("on", gpu, 2, 1)
     assert capsys.readouterr().out.count("it needs one CUDA device") == 2
-    assert graph.can_capture("on", device, 1)
 
 
 @pytest.mark.gpu
