@@ -147,7 +147,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str = "auto"
     if chosen != "triton" or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
     assert triton_linear is not None, "choose_backend ensures it"
-    if not triton_linear.IN_USE or len(weight) > triton_linear.LARGEST:
+    if len(weight) > triton_linear.LARGEST:
         return F.linear(x, weight, bias)
     return triton_linear.multiply_by_weight(x.contiguous(), weight.contiguous(), bias)
 

@@ -301,21 +301,38 @@ def down_grad_kernel(
 
 
 @triton.jit
-def find_segments(offsets, group, share, N_EXPERT: tl.constexpr):
-    """Find the experts (first, end) that have rows in a group's share; an expert without rows is in one group, too.
+def share_kernel(
+    offsets, shares, share, N_GROUP: tl.constexpr, N_EXPERT: tl.constexpr, BY_EXPERT: tl.constexpr
+):
+    """Fill shares (N_GROUP, 4): the experts [before, until) and the rows [start, stop) of each group.
 
-    The share is rows [group * share, group * share + share).
+    Where loads are nearly even, a group has BY_EXPERT whole experts. Else it has rows [group *
+    share, group * share + share), of whatever experts; an expert without rows is in one group, too.
     """
-    e = tl.arange(0, triton.next_power_of_2(N_EXPERT))
-    first = tl.load(offsets + e, mask=e < N_EXPERT, other=2**31 - 1)
-    # an expert without rows behind the last row counts as one that has it
-    last = tl.maximum(tl.load(offsets + N_EXPERT), 1) - 1
-    first = tl.where(e < N_EXPERT, tl.minimum(first, last), first)
-    end = tl.load(offsets + e + 1, mask=e < N_EXPERT, other=2**31 - 1)
-    start = group * share
-    before = tl.sum(((first < start) & (end <= start)).to(tl.int32), 0)
-    until = tl.sum((first < start + share).to(tl.int32), 0)
-    return before.to(tl.int64), until.to(tl.int64)
+    group = tl.program_id(0)
+    g = tl.arange(0, triton.next_power_of_2(N_GROUP))
+    rows = tl.load(offsets + tl.minimum((g + 1) * BY_EXPERT, N_EXPERT))
+    rows -= tl.load(offsets + tl.minimum(g * BY_EXPERT, N_EXPERT))
+    before = tl.minimum(group * BY_EXPERT, N_EXPERT)
+    until = tl.minimum(before + BY_EXPERT, N_EXPERT)
+    start = tl.load(offsets + before)
+    stop = tl.load(offsets + until)
+    # a share cuts experts, whose parts take about a tenth of its time (H200, 2026-11-26)
+    if tl.max(rows, 0) > share + share // 16:
+        start = group * share
+        stop = start + share
+        e = tl.arange(0, triton.next_power_of_2(N_EXPERT))
+        first = tl.load(offsets + e, mask=e < N_EXPERT, other=2**31 - 1)
+        # an expert without rows behind the last row counts as one that has it
+        last = tl.maximum(tl.load(offsets + N_EXPERT), 1) - 1
+        first = tl.where(e < N_EXPERT, tl.minimum(first, last), first)
+        end = tl.load(offsets + e + 1, mask=e < N_EXPERT, other=2**31 - 1)
+        before = tl.sum(((first < start) & (end <= start)).to(tl.int32), 0)
+        until = tl.sum((first < stop).to(tl.int32), 0)
+    tl.store(shares + 4 * group, before)
+    tl.store(shares + 4 * group + 1, until)
+    tl.store(shares + 4 * group + 2, start)
+    tl.store(shares + 4 * group + 3, stop)
 
 
 @triton.jit
@@ -324,12 +341,11 @@ def weight_grad_kernel(
     b,
     order,
     offsets,
+    shares,
     out,
     partial,
-    share,
     A: tl.constexpr,
     B: tl.constexpr,
-    N_EXPERT: tl.constexpr,
     GATHER_A: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -340,10 +356,10 @@ def weight_grad_kernel(
 
     One of a (_, A), b (_, B) is by token, one by row.
 
-    The rows are cut into groups of `share` rows, a multiple of DEPTH, whatever experts they belong
-    to, so all programs do equal work under any loads. The programs of a group, one for each tile of
-    (A, B), read the same rows. An expert's rows in the group where they start are summed in `out`,
-    those in each later group in its part of `partial`: add_partial_kernel adds them.
+    A group of programs, one for each tile of (A, B), reads the rows of its line in `shares`: about
+    equally many under any loads. An expert's rows in the group where they start are summed in
+    `out`, its rows in each later group in that group's part of `partial`: add_partial_kernel adds
+    them.
 
     The loop loads the next step's tokens while it multiplies: an index that is loaded in the step
     that uses it splits Triton's pipeline into two levels, which leaves two buffers and drains them
@@ -356,14 +372,13 @@ def weight_grad_kernel(
     EVEN: tl.constexpr = A % ROWS == 0 and B % COLS == 0
     group = tl.program_id(0) // N_TILE
     tile = tl.program_id(0) % N_TILE
-    start = group * share
-    before, until = find_segments(offsets, group, share, N_EXPERT)
-    for expert in range(before, until):
+    line = shares + 4 * group
+    for expert in range(tl.load(line).to(tl.int64), tl.load(line + 1).to(tl.int64)):
         a_col = tile // N_COL * ROWS + tl.arange(0, ROWS)
         b_col = tile % N_COL * COLS + tl.arange(0, MAIN)
         step = tl.arange(0, DEPTH)
-        first = tl.maximum(tl.load(offsets + expert), start)
-        end = tl.minimum(tl.load(offsets + expert + 1), start + share)
+        first = tl.maximum(tl.load(offsets + expert), tl.load(line + 2))
+        end = tl.minimum(tl.load(offsets + expert + 1), tl.load(line + 3))
         last = end - 1
         token = (
             tl.load(order + tl.minimum(first + step, last), mask=first + 0 * step < end, other=0)
@@ -385,7 +400,7 @@ def weight_grad_kernel(
             token = following
         # not before the loop, which needs the registers
         target = out + expert * (A * B)
-        if tl.load(offsets + expert) < start:
+        if tl.load(offsets + expert) < tl.load(line + 2):
             target = partial + group.to(tl.int64) * A * B
         place = target + a_col[:, None] * B
         tl.store(place + b_col[None, :], total, mask=(a_col < A)[:, None] & (b_col < B)[None, :])
@@ -396,16 +411,25 @@ def weight_grad_kernel(
 
 @triton.jit
 def add_partial_kernel(
-    offsets, partial, out, share, SIZE: tl.constexpr, N_EXPERT: tl.constexpr, BLOCK: tl.constexpr
+    offsets,
+    shares,
+    partial,
+    out,
+    share,
+    SIZE: tl.constexpr,
+    N_EXPERT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Add to out (E, SIZE), for each expert in several groups, its sums in the later ones, partial (groups, SIZE)."""
     N_BLOCK: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     group = tl.program_id(0) // N_BLOCK + 1
-    expert, _ = find_segments(offsets, group, share, N_EXPERT)
+    expert = tl.load(shares + 4 * group).to(tl.int64)
+    start = tl.load(shares + 4 * group + 2)
     if expert < N_EXPERT:
-        first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
-        # in the group before this one the expert's rows start
-        if (first < group * share) & (first >= (group - 1) * share):
+        first = tl.load(offsets + expert)
+        end = tl.load(offsets + expert + 1)
+        # the expert's rows start in the group before this one
+        if (first < start) & (first >= start - share):
             index = tl.program_id(0) % N_BLOCK * BLOCK + tl.arange(0, BLOCK)
             target = out + expert * SIZE + index
             total = tl.load(target, mask=index < SIZE)

@@ -18,6 +18,7 @@ from kernels.triton_expert_kernels import (
     down_grad_kernel,
     rows_ahead_kernel,
     rows_kernel,
+    share_kernel,
     up_kernel,
     weight_grad_kernel,
 )
@@ -217,22 +218,54 @@ def weight_grad(
 
     By token is a (N, A) if gather_a, else b (N, B).
     """
-    A, B, n_expert, n_row = a.shape[1], b.shape[1], len(rows.offsets) - 1, len(rows.order)
+    A = a.shape[1]
+    B = b.shape[1]
+    n_expert = len(rows.offsets) - 1
     tile = pick_tile("weight_grad", a, fit_tile(tile_rows(a), A), B)
     n_tile = divide_up(A, tile.rows) * divide_up(B, tile.cols)
     n_group = count_groups(n_tile, count_at_once(a.device))
-    share = max(1, divide_up(n_row, n_group * tile.depth)) * tile.depth
-    n_group = max(1, divide_up(n_row, share))
+    share = max(1, divide_up(len(rows.order), n_group * tile.depth)) * tile.depth
+    shares = torch.empty(n_group, 4, dtype=torch.int32, device=a.device)
+    share_kernel[(n_group,)](
+        rows.offsets,
+        shares,
+        share,
+        N_GROUP=n_group,
+        N_EXPERT=n_expert,
+        BY_EXPERT=divide_up(n_expert, n_group),
+        num_warps=1,
+    )
     out = torch.empty(n_expert, A, B, dtype=torch.float32, device=a.device)
     partial = torch.empty(n_group, A, B, dtype=torch.float32, device=a.device)
-    sides = A, B, n_expert, gather_a, top_k
     weight_grad_kernel[(n_group * n_tile,)](
-        a, b, rows.order, rows.offsets, out, partial, share, *sides, *tile[:3], **tile.options
+        a,
+        b,
+        rows.order,
+        rows.offsets,
+        shares,
+        out,
+        partial,
+        A=A,
+        B=B,
+        GATHER_A=gather_a,
+        TOP_K=top_k,
+        ROWS=tile.rows,
+        COLS=tile.cols,
+        DEPTH=tile.depth,
+        **tile.options,
     )
     if n_group > 1:
         block = min(4096, power_of_2(A * B))
-        add_partial_kernel[((n_group - 1) * divide_up(A * B, block),)](
-            rows.offsets, partial, out, share, A * B, n_expert, block
+        n_block = divide_up(A * B, block)
+        add_partial_kernel[((n_group - 1) * n_block,)](
+            rows.offsets,
+            shares,
+            partial,
+            out,
+            share,
+            SIZE=A * B,
+            N_EXPERT=n_expert,
+            BLOCK=block,
         )
     return out.to(dtype)
 
@@ -258,7 +291,7 @@ def count_groups(n_tile: int, at_once: int) -> int:
     return best
 
 
-Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def forward(
@@ -270,7 +303,7 @@ def forward(
     silu: bool,
     copy_in: Tensor | None = None,
     copy_out: Tensor | None = None,
-) -> Seven:
+) -> Six:
     """Compute the experts for contiguous inputs shaped as in expert_mlp.
 
     copy_in and copy_out, if given, are w_in and w_out in x's dtype: they are multiplied, and w_in
@@ -282,7 +315,7 @@ def forward(
     w_in, w_out = w_in if copy_in is None else copy_in, w_out if copy_out is None else copy_out
     (n_expert, H, _), rows = w_out.shape, tile_rows(x, experts.numel(), len(w_out))
     with torch.cuda.device_of(x):
-        schedule = order, inverse, _, _, table = sort_rows(experts, n_expert, rows)
+        schedule = order, inverse, _, table = sort_rows(experts, n_expert, rows)
         hidden, activated = multiply_up(x, w_in, H, weights, order, table, rows, silu)
         out = combine(
             multiply_rows(activated, w_out, table, rows, False), inverse, experts.shape[1]
@@ -292,7 +325,7 @@ def forward(
 
 def _fake_forward(
     x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, *others: Any
-) -> Seven:
+) -> Six:
     n_row, n_expert = experts.numel(), len(w_in)
     schedule = Schedule.empty(experts, n_expert, tile_rows(x, n_row, n_expert))
     return x.new_empty(x.shape), x.new_empty(n_row, w_in.shape[2]), *schedule
@@ -308,7 +341,6 @@ def backward(
     order: Tensor,
     inverse: Tensor,
     offsets: Tensor,
-    largest: Tensor,
     table: Tensor,
     silu: bool,
     grad_dtype: torch.dtype,
@@ -338,7 +370,7 @@ def backward(
             ),
             **tile.options,
         )
-        schedule = Schedule(order, inverse, offsets, largest, table)
+        schedule = Schedule(order, inverse, offsets, table)
         d_w_out = weight_grad(activated, d_out, schedule, top_k, False, grad_dtype)
         del activated
         d_w_in = weight_grad(x, d_hidden, schedule, top_k, True, grad_dtype)

@@ -151,17 +151,16 @@ def test_equals_reference_with_the_tiles_of_a_gpu(dtype, form):
 @pytest.mark.parametrize("N", [1, 57, 600])  # 600 tokens are three programs' work
 def test_rows_are_sorted_by_expert_and_by_token(N):
     experts = make_inputs(N, 1, 1, 9, 3, "idle expert")[1]
-    order, inverse, offsets, largest, table = triton_experts.sort_rows(experts, 9, 16)
+    order, inverse, offsets, table = triton_experts.sort_rows(experts, 9, 16)
     assert torch.equal(order.long(), experts.flatten().argsort(stable=True))
     assert torch.equal(order[inverse.long()], torch.arange(N * 3, dtype=torch.int32))
     assert torch.equal(offsets.diff().long(), experts.flatten().bincount(minlength=9))
-    assert torch.equal(largest.long(), offsets.diff().argsort(descending=True, stable=True))
     rows = enumerate(offsets.unfold(0, 2, 1).tolist())
     tiles = [[e, row, end] for e, (first, end) in rows for row in range(first, end, 16)]
     *listed, number = table.split([3] * (len(table) // 3) + [1])
     unused = [[0, 0, 0]] * (len(listed) - len(tiles))
     assert number == len(tiles) and [tile.tolist() for tile in listed] == tiles + unused
-    assert {t.dtype for t in (order, inverse, offsets, largest, table)} == {torch.int32}
+    assert {t.dtype for t in (order, inverse, offsets, table)} == {torch.int32}
 
 
 @on_cpu
@@ -232,9 +231,10 @@ def test_more_than_2_to_the_31_elements(tmp_path):
 
     tall[far:] = near
     d_w = torch.zeros(1, width, width)
-    tail = 1, True, 1, 64, 64, 64  # experts, GATHER_A, TOP_K and the tile
+    all_rows = torch.tensor([0, 1, 0, far + 3], dtype=torch.int32)
+    tail = True, 1, 64, 64, 64  # GATHER_A, TOP_K and the tile
     triton_experts.weight_grad_kernel[(1,)](
-        near, tall, order, ends, d_w, d_w, far + 64, width, width, *tail
+        near, tall, order, ends, all_rows, d_w, d_w, width, width, *tail
     )
     assert_same(d_w[0], near.float().T @ near.float())
 
@@ -242,8 +242,9 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     d_w, bounds = virtual(5, wide, wide, dtype=torch.float32), torch.zeros(6, dtype=torch.int32)
     bounds[-1] = 3
     rows = torch.rand(3, wide, generator=some).half()
+    share = torch.tensor([4, 5, 0, 3], dtype=torch.int32)
     triton_experts.weight_grad_kernel[(1,)](
-        rows, rows, order[far:], bounds, d_w, d_w, 64, wide, wide, 5, *tail[1:]
+        rows, rows, order[far:], bounds, share, d_w, d_w, wide, wide, *tail
     )
     corner = rows[:, :64].float()
     assert_same(d_w[4, :64, :64], corner.T @ corner)
