@@ -39,7 +39,7 @@ GOOD = aot.Kernel(
         ({"wait": None}, []),  # TMA loads the tiles
         ({"spilled": 16}, []),
         ({"spilled": 8, "shape": "125m"}, ["spills 8 B"]),
-        ({"name": "weight_grad", "spilled": 8}, ["spills 8 B"]),
+        ({"name": "weight_grad", "spilled": 40}, ["spills 40 B"]),
         ({"shared": 228 * 1024}, ["too much shared memory"]),
         ({"mma": "HMMA.16816.F32"}, ["no HGMMA"]),
         ({"mma": "", "half": False}, []),

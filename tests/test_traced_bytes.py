@@ -18,8 +18,9 @@ from runtime.optimizers import build_optimizer, choose_copy_dtype
 from runtime.updates import Updates
 
 B, T, C = 3, 40, 48  # no other tensor has as many elements as (B, T, C)
-PRODUCTS = ("mm", "addmm", "experts", "experts_backward", "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention_for_cpu_backward")  # fmt: skip
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+PRODUCTS = ("mm", "addmm", "experts", "router_linear", ATTENTION)
+PRODUCTS += ("experts_backward", "router_linear_backward", f"{ATTENTION}_backward")
 
 
 class Traffic(TorchDispatchMode):
