@@ -23,7 +23,7 @@ from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
 from common.files import short_path
 from data import DataError
-from data.sources import SOURCES
+from data.sources import BARE_TOKENS, SOURCES
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
@@ -166,6 +166,8 @@ def read_meta(folder: Path) -> Meta:
     """
     path = folder / "meta.json"
     if not path.is_file():
+        if (folder / "train.bin").is_file():
+            raise DataError(f"{folder / 'train.bin'}: {BARE_TOKENS}: {_guess_command(folder)}")
         if folder.is_dir() or partial_folder(folder).is_dir():
             state = "half-prepared. Resume with the command that started it"
         else:

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +18,14 @@ from data.readers import Input, Raw, read_documents
 from data.sources import local_inputs
 from data.tokenizer import Tokenizer
 
+JSON_TYPES = {bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}
+MARK = r"\|?(?:end_?of_?(?:text|document|doc)|eos|eot|eod|/?s|/?doc|sep)\|?"
+# <|endoftext|> anywhere, others such as </s> or [EOS] on a line of their own
+SEPARATORS = re.compile(
+    rf"(<\|(?:end_?of_?(?:text|document|doc)|eos|eot|eod)\|>)"
+    rf"|^[ \t]*(<{MARK}>|\[(?:EOS|EOT|SEP)\])[ \t\r]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
 FEW_DOCUMENTS = 10  # with fewer, documents are cut; also the number suggested for validation
 
 
@@ -30,6 +40,7 @@ class Encoded(NamedTuple):
     empty: int  # documents of white space only
     bad: int  # documents that could not be read
     links: int  # links in archives, which have no content
+    separators: dict[str, int]  # marks between documents in text files that are one document each
 
 
 class Encoder(NamedTuple):
@@ -55,6 +66,7 @@ class Encoder(NamedTuple):
         train: list[str] = []
         val: list[str] = []
         empty = bad = links = 0
+        separators: Counter[str] = Counter()
         for raw in documents:
             text = self.try_text(raw)
             if raw.is_link:
@@ -62,6 +74,8 @@ class Encoder(NamedTuple):
             elif text is None:
                 bad += 1
             elif text.strip():
+                if not raw.is_json and not raw.file.separator:
+                    separators.update(find_separators(text))
                 train_part, val_part = self.divide(text, raw.file.split)
                 if train_part:
                     train.append(train_part)
@@ -70,9 +84,9 @@ class Encoder(NamedTuple):
             else:
                 empty += 1
         ends_first = any(raw.file.split == "ends" for raw in documents)  # of all or of none
-        return Encoded(
-            self._join(train, ends_first), self._join(val, ends_first), empty, bad, links
-        )
+        train_ids = self._join(train, ends_first)
+        val_ids = self._join(val, ends_first)
+        return Encoded(train_ids, val_ids, empty, bad, links, dict(separators))
 
     def _join(self, texts: list[str], ends_first: bool) -> np.ndarray:
         """The ids of `texts` with an end-of-text token before or after each, (n,) uint16."""
@@ -117,20 +131,53 @@ class Encoder(NamedTuple):
             ) from error
         if not raw.is_json:
             return text
-        try:
-            row = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"is not JSON ({error}): correct or remove it") from error
+        row = self._parse_row(text)
         if not isinstance(row, dict):
             raise ValueError("is not a JSON object: correct or remove it")
-        text = row.get(self.text_field, False)
-        if text is not None and not isinstance(text, str):
+        if self.text_field not in row:
             fields = ", ".join(map(repr, row)) or "none at all"
             raise ValueError(
                 f"has no text in field {self.text_field!r}; it has {fields}: "
                 f"choose one with --text-field"
             )
-        return text or ""
+        value = row[self.text_field]
+        if value is not None and not isinstance(value, str):
+            raise ValueError(
+                f"has no text in field {self.text_field!r} but a {JSON_TYPES[type(value)]} "
+                f"({repr(value)[:40]}): choose another --text-field"
+            )
+        return value or ""
+
+    def _parse_row(self, text: str) -> Any:
+        """Parse a line of JSON. Raises ValueError that names the fault."""
+        try:
+            row = parse_json(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"is not JSON ({error}): correct or remove it") from error
+        field = json.dumps(self.text_field, ensure_ascii=False)
+        if text.count(field) > 1 and isinstance(row, dict):
+            pairs = json.loads(text, parse_int=float, object_pairs_hook=list)
+            names = [name for name, _ in pairs]  # of a dict, the last of several is kept
+            if names.count(self.text_field) > 1:
+                raise ValueError(f"has several fields {self.text_field!r}: rename all but one")
+        return row
+
+
+def find_separators(text: str) -> list[str]:
+    """The marks between documents, such as <|endoftext|>, that stand in a text."""
+    if "<" not in text and "[" not in text:
+        return []
+    return [first or second for first, second in SEPARATORS.findall(text)]
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; an integer of more than 4300 digits, which Python refuses, becomes a float."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(text, parse_int=float)
 
 
 def split_position(text: str) -> float:
@@ -142,14 +189,16 @@ def split_position(text: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def validation_inputs(paths: Iterable[Path], inputs: list[Input]) -> list[Input]:
-    """The files of --val-source.
+def validation_inputs(
+    paths: Iterable[Path], inputs: list[Input], notes: list[str] | None = None
+) -> list[Input]:
+    """The files of --val-source; `notes` as in `local_inputs`.
 
     Raises DataError as `local_inputs` does, and if a file is among `inputs`.
     """
     train_paths = {os.path.realpath(file.url) for file in inputs}
     val_inputs = []
-    for file in local_inputs(paths, "--val-source"):
+    for file in local_inputs(paths, "--val-source", notes):
         if os.path.realpath(file.url) in train_paths:
             raise DataError(f"{file.url} is in --source and in --val-source: take it out of one")
         val_inputs.append(file._replace(split="val"))

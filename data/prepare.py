@@ -18,6 +18,7 @@ import shlex
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from data.bins import (
 )
 from data.encode import Encoded, Encoder, choose_split, explain_empty_split, validation_inputs
 from data.readers import Input
+from data.round_trip import measure_losses
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
 from data.tokenizer import load_tokenizer
 from data.workers import Position, encode_inputs
@@ -170,6 +172,18 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="leave out documents that cannot be read, and count them",
     )
     add(
+        "--separator",
+        default="",
+        metavar="TEXT",
+        help="text between documents in .txt and .md, such as '<|endoftext|>' (default: a file is "
+        "one document)",
+    )
+    add(
+        "--allow-loss",
+        action="store_true",
+        help="accept a tokenizer that does not give the text back",
+    )
+    add(
         "--force",
         action="store_true",
         help="replace an existing set, or an unfinished one of other arguments",
@@ -255,16 +269,23 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         provenance[key] = getattr(args, key)
     if args.config:
         provenance["config"] = args.config
+    if args.separator:
+        provenance["separator"] = args.separator
     if (folder / "meta.json").exists() and not args.force:
         meta = _check_existing(folder, provenance, args)
         print(f"already there: {describe_set(meta, folder)}")
         remove_leftovers(folder)
         return
     inputs, encoder, provenance = _open_inputs(args, provenance, partial_folder(folder))
+    recorded: dict[str, Any] = {}  # what the preparation finds
     with Writer(folder, encoder.tokenizer, args.shard_tokens) as writer:
+        losses = measure_losses(inputs, encoder, args.allow_loss)
+        if losses:
+            recorded["losses"] = losses
         progress = _tokenize(writer, inputs, encoder, provenance, args)
         _check_splits(writer, args.val_fraction)
-        meta = writer.finish(args.name, provenance | progress.count_left_out(), command_line)
+        recorded |= progress.count_left_out()
+        meta = writer.finish(args.name, provenance | recorded, command_line)
     print(f"prepared: {describe_set(meta, folder)}")
 
 
@@ -277,8 +298,11 @@ def _open_inputs(
     """
     provenance = dict(provenance)
     from_hub = _reads_hub(args)
-    inputs = [] if from_hub else _list_local_inputs(args)
-    val_inputs = validation_inputs(args.val_source, inputs)
+    notes: list[str] = []
+    inputs = [] if from_hub else _list_local_inputs(args, notes)
+    val_inputs = validation_inputs(args.val_source, inputs, notes)
+    for note in notes:
+        print(note)
     tokenizer = load_tokenizer(args.tokenizer, args.bpe_ranks)
     if from_hub:
         revision = args.revision or find_revision(partial, provenance)
@@ -301,10 +325,11 @@ def _reads_hub(args: argparse.Namespace) -> bool:
     return bool(SOURCES[args.corpus].hub) and not args.source
 
 
-def _list_local_inputs(args: argparse.Namespace) -> list[Input]:
+def _list_local_inputs(args: argparse.Namespace, notes: list[str] | None = None) -> list[Input]:
     if args.corpus == "stdlib":
         return stdlib_inputs(args.roots)
-    return local_inputs(args.source)
+    inputs = local_inputs(args.source, notes=notes)
+    return [file._replace(separator=args.separator) for file in inputs]
 
 
 def _tokenize(
@@ -341,6 +366,7 @@ def _tokenize(
                 progress.save(writer.partial)
                 saved_bytes = read_bytes
     _print_left_out(progress)
+    _print_separators(progress)
     return progress
 
 
@@ -359,6 +385,15 @@ def _print_left_out(progress: Progress) -> None:
     if progress.links:
         counts += f", {plural(progress.links, 'link')} or paths out of archives"
     print(f"left out: {counts}")
+
+
+def _print_separators(progress: Progress) -> None:
+    for mark, count in progress.separators.items():
+        print(
+            f"warning: found {mark} {plural(count, 'time')} in text files, each of which is one "
+            f"document: --separator {shlex.quote(mark)} --force splits them there",
+            file=sys.stderr,
+        )
 
 
 def _check_splits(writer: Writer, val_fraction: float) -> None:
@@ -406,6 +441,7 @@ def _check_existing(folder: Path, provenance: dict, args: argparse.Namespace) ->
     """
     meta = read_meta(folder)
     now = provenance | {"config": args.config, "tokenizer": args.tokenizer}
+    now["separator"] = args.separator or None
     if args.revision:
         now["revision"] = args.revision
     if not _reads_hub(args) and all(path.exists() for path in args.source):

@@ -8,6 +8,7 @@ encode.py.
 import bz2
 import gzip
 import io
+import re
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -33,6 +34,8 @@ class Input(NamedTuple):
     name: str  # relative to its folder or repository
     size: int  # bytes
     split: str = "documents"  # decides which part is for validation, see encode.py
+    source: str = ""  # the path on the command line that it was found in
+    separator: str = ""  # text between the documents of a text file; empty: it is one document
 
 
 class Raw(NamedTuple):
@@ -65,6 +68,11 @@ def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
         if isinstance(error, OSError) and error.errno:
             raise  # an error of the operating system, which names the file
         reason = f"{type(error).__name__}: {first_line(error)}"
+        if "requires too much memory" in reason:  # Zstandard's own words
+            raise DataError(
+                f"{file.url}: written with a window above 128 MiB (zstd --long), which cannot be "
+                f"read here: write it again with zstd -dc --long=31 FILE | zstd > NEW.zst"
+            ) from error
         if "://" in file.url:
             raise DataError(
                 f"{file.url}: reading from the hub failed ({reason}). "
@@ -88,8 +96,7 @@ def _read_stream(file: Input) -> Iterator[Raw]:
         elif name.endswith(".tar") or end == ".tgz":
             yield from _read_members(file, raw, stream)
         else:
-            text = stream.read().removeprefix(BYTE_ORDER_MARK)
-            yield Raw(file.url, text, False, file.size, file)
+            yield from _split_text(file, file.url, stream.read(), file.size)
 
 
 def _open(url: str, sequential: bool = True) -> IO[bytes]:
@@ -124,6 +131,19 @@ def _read_lines(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Raw]
             yield Raw(f"{file.url}: line {number}", line, True, raw.tell(), file)
 
 
+def _split_text(file: Input, where: str, data: bytes, done: int) -> Iterator[Raw]:
+    """The documents of a text file or of a member of an archive; without a separator it is one."""
+    data = data.removeprefix(BYTE_ORDER_MARK)
+    if not file.separator:
+        yield Raw(where, data, False, done, file)
+        return
+    separator = re.escape(file.separator.encode())
+    own_line = rb"(?m:^[ \t]*%b[ \t]*(?:\r?\n|\Z))" % separator
+    for number, part in enumerate(re.split(own_line + b"|" + separator, data), start=1):
+        if part.strip():
+            yield Raw(f"{where}: document {number}", part, False, done, file)
+
+
 class _Member(tarfile.TarInfo):
     """A member with an intact header. tarfile itself ends the archive at a broken header."""
 
@@ -150,8 +170,7 @@ def _read_members(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Ra
             elif member.isreg():
                 content = archive.extractfile(member)
                 assert content is not None  # a regular file has content
-                text = content.read().removeprefix(BYTE_ORDER_MARK)
-                yield Raw(where, text, False, raw.tell(), file)
+                yield from _split_text(file, where, content.read(), raw.tell())
 
 
 def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
@@ -169,6 +188,11 @@ def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
             raise DataError(
                 f"{file.url} has no field {text_field!r}; it has {fields}: "
                 f"choose one with --text-field"
+            )
+        if schema.names.count(text_field) > 1:
+            raise DataError(
+                f"{file.url} has {schema.names.count(text_field)} columns called {text_field!r}: "
+                f"rename all but one, or choose another --text-field"
             )
         kind = schema.field(text_field).type
         if str(kind) not in ("string", "large_string", "string_view"):

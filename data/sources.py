@@ -1,15 +1,17 @@
 """The corpora of `python -m data.prepare`, which sources.toml lists, and their input files."""
 
+import re
 import stat
 import sysconfig
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from common.text import first_line
 from data import DataError
-from data.readers import KINDS, Input
+from data.readers import KINDS, TEXT, Input
 
 
 class Hub(NamedTuple):
@@ -59,6 +61,20 @@ STDLIB_SKIPS = {
 }
 
 
+# files of the Hugging Face hub and of `datasets` that describe a data set
+CARD_FILES = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
+CARD_KEYS = re.compile(
+    r"^(dataset_info|configs|license|pretty_name|size_categories|task_categories|task_ids"
+    r"|annotations_creators|language_creators|source_datasets)\s*:",
+    re.MULTILINE,
+)
+DATA_FILES = tuple(kind for kind in KINDS if not kind.startswith(TEXT))
+BARE_TOKENS = (
+    "a .bin of nanoGPT or the like: tokens without a meta.json that says which tokenizer made "
+    "them. Prepare the text they were made from"
+)
+
+
 def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
     """The modules of the running Python's standard library, or all modules below `roots`.
 
@@ -80,8 +96,13 @@ def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
     return inputs
 
 
-def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]:
+def local_inputs(
+    paths: Iterable[Path], option: str = "--source", notes: list[str] | None = None
+) -> list[Input]:
     """The given files, and the files below the given folders in sorted order; links are followed.
+
+    Hidden paths and cards of data sets below a folder are left out. To `notes` a line for each
+    folder is added: the files that are read and those that are not, by ending.
 
     Raises DataError, whose remedy names `option`, for a missing path, a file of unknown kind or a
     folder without files of a known kind. Raises OSError for a folder that may not be read or a
@@ -91,25 +112,61 @@ def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]
     for path in paths:
         if not path.exists():
             raise DataError(f"{path}: no such file or folder: correct {option}")
+        left: Counter[str] = Counter()
         if path.is_dir():
-            files = [make_input(file, path) for file in _walk(path, set())]
+            files = [make_input(file, path) for file in _walk(path, set(), left)]
+            if notes is not None:
+                notes.append(describe_folder(path, files, left))
         elif path.name.lower().endswith(KINDS):
             files = [make_input(path, path.parent)]
         else:
             files = []
+        if not files and (path.suffix == ".bin" or left[".bin"]):
+            raise DataError(f"{path}: {BARE_TOKENS} and name it with {option}")
         if not files:
             kinds = " ".join(KINDS)
             raise DataError(
                 f"{path}: no file of a known kind ({kinds}): name another {option}, or convert it"
             )
-        inputs += files
+        inputs += [file._replace(source=str(path)) for file in files]
     return inputs
 
 
-def _walk(folder: Path, visited: set[tuple[int, int]]) -> Iterator[Path]:
+def describe_folder(path: Path, files: list[Input], left: Counter[str]) -> str:
+    """The files of a folder that are read, and those that are not, by ending and count."""
+    read: Counter[str] = Counter()
+    for file in files:
+        endings = [kind for kind in KINDS if file.name.lower().endswith(kind)]
+        read[max(endings, key=len)] += 1
+    text = f"{path}: read: {count_names(read)}"
+    return f"{text}; left: {count_names(left)}" if left else text
+
+
+def count_names(counts: Counter[str]) -> str:
+    """Counts with their names, the most frequent first: `12 .txt, 3 .md`."""
+    return ", ".join(f"{count:,} {name}" for name, count in counts.most_common()) or "none"
+
+
+def _is_card(path: Path) -> bool:
+    """Return True if a file of a folder describes a data set and is no text of it."""
+    name = path.name.lower()
+    if name in CARD_FILES:
+        return True
+    if name != "readme.md":
+        return False
+    if any(other.name.lower().endswith(DATA_FILES) for other in path.parent.iterdir()):
+        return True
+    with path.open("rb") as file:
+        head = file.read(2**16).decode("utf-8", "replace")
+    front_matter = re.match(r"---\r?\n(.*?)\n---", head.removeprefix("\ufeff"), re.DOTALL)
+    return bool(front_matter and CARD_KEYS.search(front_matter[1]))
+
+
+def _walk(folder: Path, visited: set[tuple[int, int]], left: Counter[str]) -> Iterator[Path]:
     """The files of known kinds below `folder`, sorted by the parts of their paths.
 
-    `visited` has device and inode of all folders read so far; a link to one of them is skipped.
+    `left` counts the others by their endings, and hidden paths without a look into them. `visited`
+    has device and inode of all folders read so far; a link to one of them is skipped.
     """
     state = folder.stat()
     identity = (state.st_dev, state.st_ino)
@@ -117,10 +174,17 @@ def _walk(folder: Path, visited: set[tuple[int, int]]) -> Iterator[Path]:
         return
     visited.add(identity)
     for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):  # such as .git, .cache and .ipynb_checkpoints
+            left["hidden"] += 1
+            continue
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            yield from _walk(path, visited)
-        elif stat.S_ISREG(mode) and path.name.lower().endswith(KINDS):
+            yield from _walk(path, visited, left)
+        elif not stat.S_ISREG(mode) or not path.name.lower().endswith(KINDS):
+            left[path.suffix.lower() or "without an ending"] += 1
+        elif _is_card(path):
+            left["cards of data sets"] += 1
+        else:
             yield path
 
 

@@ -7,14 +7,17 @@ import re
 import tempfile
 from abc import ABC, abstractmethod
 from base64 import b64decode
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from common.text import first_line
 from data import DataError
+
+if TYPE_CHECKING:  # an extra of transformers and datasets; bytes and gpt2 need none of it
+    from tokenizers import Encoding
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -22,6 +25,8 @@ RANKS_FILE = "gpt2.tiktoken"
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 WHISPER = "openai_whisper-20250625"  # its source distribution on PyPI has the file
+
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of a tokenizer with byte fallback, by its name
 
 # tiktoken's regular expression fails (a Rust panic) on 10^6 white-space characters in a row, so
 # longer runs are cut first. The ids still decode to the same text.
@@ -121,6 +126,9 @@ class GPT2Tokenizer(_Encoder):
 class FileTokenizer(_Encoder):
     """A tokenizer.json of Hugging Face, by the library `tokenizers`.
 
+    It gives the ids of `AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)`, but
+    a special token that a text spells is ordinary text.
+
     Args:
         name: any name, such as its model's folder.
         content: of the file; `hash` is its sha256.
@@ -136,46 +144,175 @@ class FileTokenizer(_Encoder):
         self.eot = eot
         self.hash = hashlib.sha256(content).hexdigest()
         self.files = {TOKENIZER_FILE: content}
-        self.file = tokenizers.Tokenizer.from_buffer(content)
-        self.file.encode_special_tokens = True  # the text of a special token is ordinary text
+        self.file = tokenizers.Tokenizer.from_buffer(content)  # decodes
+        body = hide_special_tokens(json.loads(content), eot)
+        self.encoder = tokenizers.Tokenizer.from_str(json.dumps(body))
+        self.encoder.encode_special_tokens = True  # not searched for in texts
         self.vocab_size = 1 + max(self.file.get_vocab().values())
+        self.unk = find_unknown_id(body["model"])
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """One uint16 array, (n,), per text, without special tokens.
 
-        Lone surrogates become U+FFFD.
+        Lone surrogates become U+FFFD. Raises DataError if the tokenizer cannot encode a text.
         """
-        texts = [_replace_surrogates(text) for text in texts]
-        encodings = self.file.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._encode(texts, self.encoder.encode_batch_fast)
         return [np.array(encoding.ids, np.uint16) for encoding in encodings]
+
+    def _encode(
+        self, texts: list[str], encode: Callable[..., list["Encoding"]]
+    ) -> list["Encoding"]:
+        texts = [_replace_surrogates(text) for text in texts]
+        try:
+            return encode(texts, add_special_tokens=False)
+        except Exception as error:  # `tokenizers` raises plain ones, such as for a missing unk_id
+            raise DataError(
+                f"tokenizer {self.name} cannot encode a text ({first_line(error)}); "
+                f"use another tokenizer"
+            ) from error
+
+    def measure_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text and the UTF-8 bytes of the text that each stands for, (n,) both.
+
+        All bytes are counted: text that no token stands for belongs to the next token, at the end
+        to the last one.
+        """
+        text = _replace_surrogates(text)
+        (encoding,) = self._encode([text], self.encoder.encode_batch)
+        starts = np.cumsum([0] + [len(character.encode()) for character in text])  # of characters
+        ends = [end for _, end in encoding.offsets]
+        if ends:
+            ends[-1] = len(text)
+        stops = np.maximum.accumulate(starts[ends]) if ends else np.zeros(0, np.int64)
+        return np.array(encoding.ids, np.uint16), np.diff(stops, prepend=0)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; broken UTF-8 becomes U+FFFD, special tokens their own text."""
         return self.file.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def read_tokenizer_folder(folder: Path) -> FileTokenizer:
-    """The tokenizer of a model's folder: tokenizer.json, and eos_token_id of config.json.
+def hide_special_tokens(body: dict, eot: int) -> dict:
+    """Change a tokenizer.json so that texts are encoded whole and spell no special token.
 
-    Raises DataError if a file is missing or unreadable, or the id is not one of the tokenizer.
+    Truncation, padding and dropout are off. Special tokens and `eot` keep their ids and get names
+    that no text spells: a Unigram or WordPiece model would find the old ones.
+    """
+    body |= {"truncation": None, "padding": None, "post_processor": None}
+    model = body["model"]
+    hidden = {}  # new names by the old ones
+    for token in body.get("added_tokens") or []:
+        is_byte = model.get("byte_fallback") and BYTE_TOKEN.fullmatch(token["content"])
+        if (token["special"] or token["id"] == eot) and not is_byte:
+            hidden[token["content"]] = f"\uf8ffspecial token {token['id']}\uf8ff"
+            token["content"] = hidden[token["content"]]
+            token["special"] = True
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {hidden.get(token, token): i for token, i in vocabulary.items()}
+    else:
+        model["vocab"] = [[hidden.get(token, token), score] for token, score in vocabulary]
+    if model.get("unk_token") in hidden:
+        model["unk_token"] = hidden[model["unk_token"]]
+    if model.get("dropout"):
+        model["dropout"] = None
+    if model.get("merges"):
+        merges = []
+        for merge in model["merges"]:
+            left, right = merge.split(" ") if isinstance(merge, str) else merge
+            if hidden.keys().isdisjoint((left, right, left + right)):
+                merges.append(merge)
+        model["merges"] = merges
+    return body
+
+
+def find_unknown_id(model: dict) -> int | None:
+    """The id of what a tokenizer.json's model does not know; None if it has none."""
+    if "unk_id" in model:
+        return model["unk_id"]
+    unknown = model.get("unk_token")
+    return None if unknown is None else model["vocab"].get(unknown)
+
+
+def read_tokenizer_folder(folder: Path) -> FileTokenizer:
+    """The tokenizer of a model's folder: tokenizer.json, and the token that ends a document.
+
+    That is eos_token_id of config.json, else eos_token of tokenizer_config.json. Raises DataError
+    if a file is missing or unreadable, or the token cannot end a document, see `check_eot`.
     """
     try:
-        eot = json.loads((folder / "config.json").read_bytes())["eos_token_id"]
-        if isinstance(eot, list):
-            eot = eot[0]
         content = (folder / TOKENIZER_FILE).read_bytes()
-        tokenizer = FileTokenizer(folder.resolve().name, content, eot)
+        ids = _read_settings(folder / "config.json").get("eos_token_id")
+        name = _read_settings(folder / "tokenizer_config.json").get("eos_token")
+        if isinstance(name, dict):  # an added token with its attributes
+            name = name["content"]
+        tokenizer = FileTokenizer(folder.resolve().name, content, -1)
     except Exception as error:  # `tokenizers` raises plain Exceptions
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(
             f"{folder}: cannot be read as a tokenizer ({reason}); it needs the library tokenizers, "
             f"{TOKENIZER_FILE} and config.json with eos_token_id, which ends a document"
         ) from error
-    if type(eot) is not int or not 0 <= eot < tokenizer.vocab_size:
+    if ids is None:
+        ids = []
+    eot = check_eot(folder, tokenizer, ids if isinstance(ids, list) else [ids], name)
+    return FileTokenizer(tokenizer.name, content, eot)
+
+
+def _read_settings(path: Path) -> dict:
+    return json.loads(path.read_bytes()) if path.is_file() else {}
+
+
+def check_eot(folder: Path, tokenizer: FileTokenizer, ids: list, name: str | None) -> int:
+    """Choose the id that ends a document.
+
+    Args:
+        folder: of the tokenizer, for messages.
+        tokenizer: its file.
+        ids: eos_token_id of config.json, empty if it has none.
+        name: eos_token of tokenizer_config.json, None if it has none.
+
+    Raises:
+        DataError: names the candidates. There is none, config.json and tokenizer_config.json
+            disagree, or the token is an ordinary one, which texts contain.
+    """
+    added = tokenizer.file.get_added_tokens_decoder()
+    candidates = [f"{i} ({added[i].content})" for i in sorted(added) if i != tokenizer.unk]
+    remedy = f"set config.json's eos_token_id to one of {', '.join(candidates[:20])}"
+    if not candidates:
+        remedy = "its added_tokens have none that can end a document; use another tokenizer"
+    for i in ids:
+        if type(i) is not int or not 0 <= i < tokenizer.vocab_size:
+            raise DataError(f"{folder}: eos_token_id is {i!r}, no id of the tokenizer; {remedy}")
+    named = None if name is None else tokenizer.file.token_to_id(name)
+    if name is not None and named is None:
         raise DataError(
-            f"{folder}: eos_token_id is {eot!r}, no id of the tokenizer; use another tokenizer"
+            f"{folder}: tokenizer_config.json's eos_token {name!r} is no token of "
+            f"{TOKENIZER_FILE}; {remedy}"
         )
-    return tokenizer
+    if ids and named is not None and named not in ids:
+        raise DataError(
+            f"{folder}: config.json's eos_token_id {ids[0]} is {tokenizer.file.id_to_token(ids[0])!r}"
+            f", tokenizer_config.json's eos_token is {name!r} ({named}); correct one of the two, or "
+            f"{remedy}"
+        )
+    if not ids and named is None:
+        raise DataError(
+            f"{folder}: neither config.json's eos_token_id nor tokenizer_config.json's eos_token "
+            f"names the end of a document; {remedy}"
+        )
+    eot = ids[0] if ids else named
+    assert eot is not None
+    token = tokenizer.file.id_to_token(eot)
+    if eot == tokenizer.unk:
+        raise DataError(
+            f"{folder}: eos_token_id {eot} ({token!r}) also stands for unknown text; {remedy}"
+        )
+    if eot not in added:
+        raise DataError(
+            f"{folder}: eos_token_id {eot} is {token!r}, an ordinary token that texts contain, not "
+            f"one of added_tokens; {remedy}"
+        )
+    return eot
 
 
 Tokenizer = ByteTokenizer | GPT2Tokenizer | FileTokenizer
@@ -234,7 +371,7 @@ def _decode_token(text: str, byte_level: bool) -> bytes:
     """
     if byte_level and all(character in FROM_CHARACTERS for character in text):
         return bytes(FROM_CHARACTERS[character] for character in text)
-    byte = re.fullmatch("<0x([0-9A-F]{2})>", text)  # a byte without another token
+    byte = BYTE_TOKEN.fullmatch(text)  # a byte without another token
     if byte:
         return bytes([int(byte[1], 16)])
     return text.replace("▁", " ").encode()

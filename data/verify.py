@@ -13,6 +13,7 @@ from pathlib import Path
 from common.command import build_parser, command, run_command
 from common.progress import progress_bar
 from data import DataError, bins
+from data.round_trip import Loss
 
 SAMPLE_TOKENS = 60
 
@@ -67,6 +68,8 @@ def verify_dataset(folder: Path) -> str:
     tokenizer = bins.open_tokenizer(folder)
     description = bins.describe_set(meta, folder)
     lines = [f"{description}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]
+    for loss in meta.source.get("losses", []):
+        lines.append(f"    warning: {Loss(**loss).describe()}")
     for name in meta.splits:
         tokens = bins.open_tokens(folder, name)
         text = tokenizer.decode(tokens.read(0, min(SAMPLE_TOKENS, len(tokens))).tolist())

@@ -230,11 +230,15 @@ class Progress:
     empty: Count = 0  # documents of white space only
     bad: Count = 0  # documents that could not be read
     links: Count = 0  # links in archives, which have no content
+    # marks between documents in text files that are one document each
+    separators: dict[str, Count] = Field(default_factory=dict)
 
     def add(self, encoded: Encoded) -> None:
         self.empty += encoded.empty
         self.bad += encoded.bad
         self.links += encoded.links
+        for mark, count in encoded.separators.items():
+            self.separators[mark] = self.separators.get(mark, 0) + count
 
     def count_left_out(self) -> dict[str, int]:
         """Numbers of documents that are not in the set, as meta.json has them."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import corpora
 import pytest
 
-from data.bins import check_dataset
+from data import DataError
+from data.bins import check_dataset, open_tokens, read_meta
 from data.encode import Encoder
 from data.readers import read_documents
 from data.sources import local_inputs
@@ -161,6 +162,147 @@ def test_bad_documents(run, tmp_path, case):
     wanted = [json.loads(row)["text"] for row in ROWS.splitlines()]
     wanted = wanted[: LINE - 1] + wanted if "in.jsonl" in files else wanted
     assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(wanted, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ('["a", "b"]', r"no text in field 'text' but a list \(\['a', 'b'\]\): .*--text-field"),
+        ("3.5", r"no text in field 'text' but a number \(3.5\)"),
+        ("9" * 5000, r"no text in field 'text' but a number \(inf\)"),
+        ("true", r"but a boolean \(True\)"),
+        ('{"a": "b"}', "but a object"),
+        ('"one", "text": "two"', "has several fields 'text': rename all but one"),
+    ],
+)
+def test_a_field_that_holds_no_single_text(run, tmp_path, value, says):
+    corpora.write_tree(tmp_path, bad_line(b'{"text": ' + value.encode() + b"}"))
+    out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3, code=2)
+    assert re.search(f"line {LINE} .*{says}", out)
+
+
+def test_what_stands_beside_a_good_text_does_not_matter(run, tmp_path):
+    """An integer that Python refuses to parse, and fields of the text's name deeper in the row."""
+    rows = [b'{"text": "long integer", "id": ' + b"9" * 5000 + b"}"]
+    rows.append(b'{"text": "deep", "meta": {"text": "a", "more": [{"text": "b"}]}}')
+    rows.append(b'{"text": "say \\"text\\" and \\"text\\""}')
+    corpora.write_tree(tmp_path, {"in.jsonl": b"\n".join(rows) + b"\n" + ROWS})
+    run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3)
+    texts = ["long integer", "deep", 'say "text" and "text"', *(f"row {i}" for i in range(30))]
+    assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(texts, 0.3)
+
+
+def test_two_columns_of_one_name(run, tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text"] * 2)
+    parquet.write_table(table, tmp_path / "a.parquet")
+    out = run("text", "--source", tmp_path / "a.parquet", code=2)
+    assert "a.parquet has 2 columns called 'text': rename all but one" in out
+
+
+def zstd_frame(data: bytes, window_log: int) -> bytes:
+    """A frame of one raw block, as the format's specification (RFC 8878) describes it."""
+    block = (1 + (len(data) << 3)).to_bytes(3, "little")
+    return b"\x28\xb5\x2f\xfd" + bytes([0, (window_log - 10) << 3]) + block + data
+
+
+def test_a_window_above_128_mib_is_named(run, tmp_path):
+    texts = [f"row {i}" for i in range(30)]
+    for window_log in (27, 28, 31):
+        for before in (b"", corpora.zstd(ROWS)):  # also in a later frame
+            file = tmp_path / "in.jsonl.zst"
+            file.write_bytes(before + zstd_frame(ROWS, window_log))
+            code = 2 if window_log > 27 else 0
+            args = ("--source", file, "--val-fraction", 0.3, "--force")
+            out = run("text", *args, code=code)
+            assert ("window above 128 MiB (zstd --long)" in out) == bool(code)
+            assert ("damaged" in out) == 0
+            if not code:
+                rows = texts * (2 if before else 1)
+                wanted = corpora.split_of(rows, 0.3)
+                assert corpora.documents_of(tmp_path / "out/text") == wanted
+
+
+FOLDER = {
+    "a.txt": b"one",
+    "b.TXT": b"two",
+    "deep/c.md": b"three",
+    "deep/README.md": b"# Notes on c",
+    "d.jsonl": b'{"text": "four"}\n',
+    "README.md": b"The rows of this set",
+    "more/README.md": b"---\nlicense: mit\nconfigs: []\n---\n# A data set",
+    "more/dataset_infos.json": b"{}",
+    ".git/objects/e.txt": b"hidden",
+    ".f.txt": b"hidden",
+    "deep/.ipynb_checkpoints/c-checkpoint.md": b"hidden",
+    "g.pdf": b"%PDF",
+    "deep/h.PDF": b"%PDF",
+    "LICENSE": b"",
+}
+
+
+def test_a_folder_says_what_is_read_and_what_is_left(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 10)
+    source = corpora.write_tree(tmp_path / "in", FOLDER)
+    out = run("text", "--source", source, "--val-fraction", 0.5)
+    assert f"{source}: read: 2 .txt, 2 .md, 1 .jsonl; left: " in out
+    left = out.partition("; left: ")[2].splitlines()[0]
+    counts = {"3 hidden", "3 cards of data sets", "2 .pdf", "1 without an ending"}
+    assert set(left.split(", ")) == counts
+    assert read_meta(tmp_path / "out/text").splits["train"].documents == 5  # cut
+    text = open_tokens(tmp_path / "out/text", "train")
+    assert b"hidden" not in bytes(text.read(0, len(text)).astype("u1"))
+    # a file that is named is read
+    named = local_inputs([source / "README.md", source / ".f.txt"])
+    assert [file.name for file in named] == ["README.md", ".f.txt"]
+
+
+@pytest.mark.parametrize("named", ["train.bin", "."])
+def test_bare_tokens_are_called_so(run, tmp_path, named):
+    corpora.write_tree(tmp_path / "in", {"train.bin": b"\1\0", "val.bin": b"\1\0"})
+    out = run("text", "--source", tmp_path / "in" / named, code=2)
+    assert "a .bin of nanoGPT or the like: tokens without a meta.json" in out
+    with pytest.raises(DataError, match="train.bin: a .bin of nanoGPT .* data.prepare text"):
+        check_dataset(tmp_path / "in", 257)
+
+
+STORIES = ["Once upon a time.\n\nThe end.\n", "A second one\n", "The third <eos>, it says\n"]
+
+
+@pytest.mark.parametrize(
+    ("mark", "between"),
+    [
+        ("<|endoftext|>", "<|endoftext|>\n"),
+        ("<|endoftext|>", "  <|endoftext|>\r\n"),
+        ("<|endoftext|>", "<|endoftext|>"),
+        ("</s>", "</s>\n"),
+        ("<EOS>", "<EOS>\n"),
+    ],
+)
+def test_a_mark_between_documents_is_noticed(run, tmp_path, monkeypatch, mark, between):
+    monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 10)
+    stories = STORIES * 12
+    body = between.join(stories).encode() + between.encode()
+    corpora.write_tree(tmp_path / "in", {"a.txt": body})
+    corpora.write_tree(tmp_path / "tar", {"a.tar": corpora.tar({"a.txt": body})})
+    for source in (tmp_path / "in", tmp_path / "tar"):
+        out = run("text", "--source", source, "--val-fraction", 0.3, "--force")
+        assert f"found {mark} {len(stories)} times" in out
+        assert f"--separator '{mark}' --force" in out
+        args = ("text", "--source", source, "--val-fraction", 0.3, "--separator", mark)
+        assert "made with other arguments" in run(*args, code=2)
+        assert "found" not in run(*args, "--force")
+        assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(stories, 0.3)
+        assert "already there" in run(*args)
+
+
+def test_marks_are_not_sought_in_rows_or_in_prose(run, tmp_path):
+    rows = corpora.jsonl(["<|endoftext|>"] * 30)
+    prose = b"HTML has <s> and <sep>,\n<p>\n<div>\n</div>"
+    corpora.write_tree(tmp_path / "in", {"a.jsonl": rows + ROWS, "b.txt": prose})
+    assert "found" not in run("text", "--source", tmp_path / "in", "--val-fraction", 0.3)
 
 
 def parquet_bytes(texts) -> bytes:

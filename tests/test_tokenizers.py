@@ -1,0 +1,341 @@
+"""data/: tokenizer.json of every kind against AutoTokenizer, and what a tokenizer loses."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import documents_of, jsonl, split_of, write_tree
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import AutoTokenizer
+
+from data import DataError
+from data.bins import open_tokenizer, open_tokens, read_meta
+from data.encode import Encoder
+from data.readers import Input
+from data.round_trip import ALLOWED_SHARE, compare_text, measure_losses
+from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from data.verify import main as verify
+
+pytest_plugins = ["corpora"]  # its fixtures
+END = "<|end|>"
+SPECIALS = ["<unk>", END, "</s>"]
+SCRIPTS = [
+    "The quick brown fox",
+    "Straße über naïve",
+    "日本語の文",
+    "Привет, мир",
+    "🙂 👩‍👩‍👧",
+    "עברית",
+]
+LATIN = [f"{i} quick brown foxes, isn't it? (no) a-b x=1" for i in range(80)]
+MIXED = [f"{text} {i}: the end.\n  and more\t{text}" for i in range(34) for text in SCRIPTS][:200]
+
+
+def build(kind: str) -> Tokenizer:
+    """One real tokenizer of each kind, trained here."""
+    train = {"vocab_size": 500, "special_tokens": SPECIALS, "show_progress": False}
+    byte_level = "byte" in kind or kind in ("truncation", "strange eos", "no alphabet")
+    if byte_level:
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        if kind != "no alphabet":
+            train["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(**train)
+    elif kind == "Metaspace":
+        made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        made.decoder = decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+        train["special_tokens"] = [*SPECIALS, *(f"<0x{i:02X}>" for i in range(256))]
+        trainer = trainers.BpeTrainer(**train | {"vocab_size": 700})
+    elif kind == "WordPiece":
+        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        made.normalizer = normalizers.BertNormalizer(lowercase=True)
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        made.decoder = decoders.WordPiece(cleanup=False)
+        trainer = trainers.WordPieceTrainer(**train)
+    elif kind == "Unigram":
+        made = Tokenizer(models.Unigram())
+        made.normalizer = normalizers.NFKC()
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(**train, unk_token="<unk>")
+    else:
+        made = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+        made.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        made.decoder = decoders.BPEDecoder(suffix="</w>")
+        trainer = trainers.BpeTrainer(**train, end_of_word_suffix="</w>")
+    texts = LATIN if kind in ("no alphabet",) else LATIN + MIXED[:60]
+    made.train_from_iterator(texts, trainer)
+    made.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", made.token_to_id("</s>"))]
+    )
+    return made
+
+
+KINDS = [
+    "byte level",
+    "Metaspace",
+    "WordPiece",
+    "Unigram",
+    "</w>",
+    "truncation",
+    "no alphabet",
+    "strange eos",
+]
+
+
+def write_folder(folder: Path, kind: str) -> Path:
+    made = build(kind)
+    if kind == "truncation":
+        made.enable_truncation(max_length=8)
+        made.enable_padding(length=64)
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    eot = made.token_to_id(END)
+    if kind == "strange eos":  # an added token that is not special, as in some chat models
+        body = json.loads((folder / "tokenizer.json").read_text())
+        for token in body["added_tokens"]:
+            token["special"] = token["content"] != END
+        (folder / "tokenizer.json").write_text(json.dumps(body))
+        settings = {"eos_token": {"__type": "AddedToken", "content": END}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    else:
+        (folder / "config.json").write_text(json.dumps({"eos_token_id": eot}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    place = tmp_path_factory.mktemp("kinds")
+    return {kind: write_folder(place / kind.strip("</>"), kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_auto_tokenizer(folders, kind):
+    own = load_tokenizer(str(folders[kind]))
+    theirs = AutoTokenizer.from_pretrained(folders[kind])
+    for text in [*MIXED, *LATIN, "", " ", " a", "x\n\n\n  y"]:
+        assert own.encode(text) == theirs(text, add_special_tokens=False)["input_ids"], text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_spells_a_special_token(folders, kind):
+    """Ordinary text: the ids of its characters, of which `tokenizers` gives none for the token."""
+    own = load_tokenizer(str(folders[kind]))
+    special = {own.file.token_to_id(token) for token in SPECIALS} - {own.unk}
+    for token in SPECIALS[1:]:
+        for text in (token, f"a {token} b", f"a{token}", f"x\n{token}\ny"):
+            ids = own.encode(text)
+            assert special.isdisjoint(ids), text
+            if kind in ("byte level", "Metaspace", "strange eos", "truncation"):
+                assert own.decode(ids) == text
+            elif own.unk not in ids and kind != "no alphabet":
+                assert own.decode(ids).split() == text.split()
+
+
+def test_a_set_keeps_every_token_of_the_text(run, folders, tmp_path):
+    """Of a tokenizer that truncates, its documents come back whole, and end as they should."""
+    source = write_tree(tmp_path / "in", {"a.jsonl": jsonl(MIXED[:60])})
+    run("text", "--source", source, "--tokenizer", folders["truncation"], "--val-fraction", 0.3)
+    read = documents_of(tmp_path / "out/text")
+    assert sorted(read["train"] + read["val"]) == sorted(MIXED[:60])
+    assert "losses" not in read_meta(tmp_path / "out/text").source
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer_config", "says"),
+    [
+        ({"eos_token_id": "COMMA"}, {"eos_token": END}, "eos_token_id .* is ',', .*'<.end.>' .1.;"),
+        ({"eos_token_id": "COMMA"}, {}, "is ',', an ordinary token that texts contain"),
+        ({"eos_token_id": 0}, {}, r"0 \('<unk>'\) also stands for unknown text"),
+        ({}, {}, "neither config.json's eos_token_id nor"),
+        ({}, {"eos_token": "<none>"}, "'<none>' is no token"),
+        ({"eos_token_id": [99999]}, {}, "eos_token_id is 99999, no id"),
+        ({"eos_token_id": True}, {}, "eos_token_id is True, no id"),
+    ],
+)
+def test_an_end_that_is_no_end(folders, tmp_path, config, tokenizer_config, says):
+    body = (folders["</w>"] / "tokenizer.json").read_text()
+    comma = {i for t, i in json.loads(body)["model"]["vocab"].items() if t == ","}
+    text = json.dumps(config).replace('"COMMA"', str(comma.pop()))
+    files = {"tokenizer.json": body, "config.json": text}
+    files["tokenizer_config.json"] = json.dumps(tokenizer_config)
+    write_tree(tmp_path, {name: content.encode() for name, content in files.items()})
+    with pytest.raises(DataError, match=says) as error:
+        load_tokenizer(str(tmp_path))
+    assert f"1 ({END})" in str(error.value) and "(</s>)" in str(error.value)
+
+
+def test_the_end_in_either_file(folders, tmp_path):
+    body = (folders["byte level"] / "tokenizer.json").read_bytes()
+    for settings, eot in (
+        ({"config.json": {"eos_token_id": [2, 1]}, "tokenizer_config.json": {"eos_token": END}}, 2),
+        ({"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": END}}, 1),
+        ({"tokenizer_config.json": {"eos_token": {"content": "</s>"}}}, 2),
+    ):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        files = {name: json.dumps(content).encode() for name, content in settings.items()}
+        write_tree(folder, files | {"tokenizer.json": body})
+        assert load_tokenizer(str(folder)).eot == eot
+
+
+# what is lost
+def measured(tokenizer, folder: Path, texts, allow_loss=True) -> list[dict]:
+    folder.mkdir(exist_ok=True)
+    (folder / "a.jsonl").write_bytes(jsonl(texts))
+    file = Input(str(folder / "a.jsonl"), "a.jsonl", 1, source="notes")
+    return measure_losses([file], Encoder(tokenizer, 0.1), allow_loss)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "Metaspace", "strange eos"])
+def test_nothing_is_lost(folders, kind, tmp_path, capsys):
+    assert measured(load_tokenizer(str(folders[kind])), tmp_path, MIXED) == []
+    assert measured(ByteTokenizer(), tmp_path, MIXED) == []
+    assert capsys.readouterr().out == ""
+
+
+LOSSY = ["WordPiece", "no alphabet"]  # WordPiece: spaces between Japanese characters
+NORMALISING = {"</w>": "Replace"}  # white space becomes one space
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_of_kinds(run, folders, tmp_path, kind):
+    """docs/data.md: 200 documents of six scripts come back, or are refused with the reason."""
+    source = write_tree(tmp_path / "in", {"a.jsonl": jsonl(MIXED)})
+    args = ("text", "--source", source, "--tokenizer", folders[kind], "--val-fraction", 0.3)
+    if kind in LOSSY:
+        out = run(*args, code=2)
+        assert f"of the first documents of {source} are lost: " in out and "--allow-loss" in out
+        out = run(*args, "--allow-loss")
+    else:
+        out = run(*args)
+        read = documents_of(tmp_path / "out/text")
+        texts = sorted(read["train"] + read["val"])
+        if kind in NORMALISING:
+            assert f"normalises text ({NORMALISING[kind]}): " in out
+            assert [text.split() for text in texts] == [text.split() for text in sorted(MIXED)]
+        else:
+            assert texts == sorted(MIXED) and "normalises" not in out
+    tokens = open_tokens(tmp_path / "out/text", "train")
+    ids = tokens.read(0, len(tokens))
+    wanted = []
+    theirs = AutoTokenizer.from_pretrained(folders[kind])
+    for text in split_of(MIXED, 0.3)["train"]:
+        wanted += [*theirs(text, add_special_tokens=False)["input_ids"], tokens.eot]
+    assert ids.tolist() == wanted
+
+
+def test_unknown_characters_are_counted(run, folders, tmp_path, capsys):
+    """As many as the text has outside the alphabet of a byte-level tokenizer without all bytes."""
+    known = set("".join(LATIN)) | {" "}
+    texts = [f"{'quick brown foxes ' * 9}日本 {i % 9}" for i in range(40)]
+    lost = sum(len([c for c in text if c not in known]) for text in texts)
+    source = write_tree(tmp_path / "in", {"a.jsonl": jsonl(texts)})
+    args = ("text", "--source", source, "--tokenizer", folders["no alphabet"])
+    out = run(*args, "--val-fraction", 0.3, code=2)
+    share = lost / sum(map(len, texts))
+    assert f"{lost:,} of {sum(map(len, texts)):,} characters ({share:.2%})" in out
+    assert "日本" in out and "--allow-loss" in out and not (tmp_path / "out/text").exists()
+    out = run(*args, "--val-fraction", 0.3, "--allow-loss")
+    assert f"({share:.2%})" in out
+    (loss,) = read_meta(tmp_path / "out/text").source["losses"]
+    assert (loss["lost"], loss["characters"]) == (lost, sum(map(len, texts)))
+    verify(["text", "--out", str(tmp_path / "out")])
+    assert f"({share:.2%}) of the first documents of {source} are lost" in capsys.readouterr().out
+
+
+def test_a_small_loss_is_said_and_kept(folders, tmp_path, capsys):
+    texts = ["quick brown foxes " * 300 + "日"]
+    (loss,) = measured(load_tokenizer(str(folders["no alphabet"])), tmp_path, texts, False)
+    assert 0 < loss["lost"] / loss["characters"] < ALLOWED_SHARE
+    assert "warning: tokenizer" in capsys.readouterr().out
+
+
+def test_a_declared_normalisation_is_said_once(folders, tmp_path, capsys):
+    made = build("byte level")
+    made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    content = made.to_str().encode()
+    own = FileTokenizer("lower", content, 1)
+    assert measured(own, tmp_path, ["Über A", "Kein B"] * 20, False) == []
+    out = capsys.readouterr().out
+    assert out.count("note: ") == 1 and "NFC, Lowercase" in out and "becomes 'über a'" in out
+    made.normalizer = normalizers.Replace("B", "")  # removes a letter: not a normalisation
+    own = FileTokenizer("drops", made.to_str().encode(), 1)
+    assert compare_text(own, "A B")[0] == 1
+    with pytest.raises(DataError, match="--allow-loss"):
+        measured(own, tmp_path, ["A B"], False)
+
+
+def test_white_space_that_does_not_come_back(folders):
+    own = load_tokenizer(str(folders["WordPiece"]))
+    assert compare_text(own, "The Quick brown")[0] == 0
+    assert compare_text(own, "quick\n\n\nbrown")[0] == 2  # the normaliser makes them three spaces
+    assert "becomes" in compare_text(own, "quick ☃ brown")[1]
+
+
+def test_each_source_is_measured(run, folders, tmp_path):
+    """A bad second source is not hidden by a good first one."""
+    good = write_tree(tmp_path / "good", {"a.jsonl": jsonl(LATIN * 20)})
+    bad = write_tree(tmp_path / "bad", {"a.jsonl": jsonl(["quick 日本", "brown"])})
+    args = ("text", "--source", good, bad, "--tokenizer", folders["no alphabet"], "--name", "text")
+    assert f"of the first documents of {bad} are lost" in run(*args, "--val-fraction", 0.3, code=2)
+
+
+def test_a_text_that_a_tokenizer_cannot_encode(tmp_path):
+    made = build("Unigram")
+    body = json.loads(made.to_str())
+    body["model"]["unk_id"] = None
+    own = FileTokenizer("no unk", json.dumps(body).encode(), 1)
+    with pytest.raises(DataError, match="no unk cannot encode a text"):
+        own.encode("\u4e00\u9fff☃")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_tokens_are_those_of_the_text(folders, kind):
+    own = load_tokenizer(str(folders[kind]))
+    for text in [*MIXED[::7], *LATIN[::9], " a  b ", "x\n"]:
+        ids, sizes = own.measure_tokens(text)
+        assert ids.tolist() == own.encode(text)
+        assert (sizes >= 0).all() and sizes.sum() == len(text.encode())
+
+
+def test_dropout_is_off(tmp_path):
+    made = build("byte level")
+    made.model.dropout = 0.5
+    own = FileTokenizer("dropout", made.to_str().encode(), 1)
+    assert all(own.encode(MIXED[0]) == own.encode(MIXED[0]) for _ in range(20))
+
+
+def test_sets_open_with_the_same_ids(run, folders, tmp_path):
+    source = write_tree(tmp_path / "in", {"a.jsonl": jsonl(MIXED[:60])})
+    run("text", "--source", source, "--tokenizer", folders["Unigram"], "--allow-loss")
+    own = open_tokenizer(tmp_path / "out/text")
+    tokens = open_tokens(tmp_path / "out/text", "train")
+    ids = tokens.read(0, len(tokens))
+    wanted = load_tokenizer(str(folders["Unigram"]))
+    assert own.eot == wanted.eot and own.encode(MIXED[3]) == wanted.encode(MIXED[3])
+    assert (
+        np.count_nonzero(ids == own.eot)
+        == read_meta(tmp_path / "out/text").splits["train"].documents
+    )
