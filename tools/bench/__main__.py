@@ -1,12 +1,11 @@
 """How fast it is: alternatives timed in turn within one process, compared by ratios of medians.
 
-    python -m tools.bench step CONFIG [--peers] [--section.key=value ...]
+    python -m tools.bench step CONFIG [--section.key=value ...]
     python -m tools.bench router CONFIG [--section.key=value ...]
     python -m tools.bench moe [--shape N C H E K] [--dtype float32 ...] [--device cpu]
 
 step     a training step (forward, backward, clipping, AdamW; no auxiliary loss) on one micro-batch
-         of random tokens; with --peers also with experts as nanochat and torchtitan compute them,
-         in place of the first alternative's
+         of random tokens
 router   the router alone, forward and backward, and its share of a training step; all routers
 unless some are named moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, and one
 dense MLP of as many FLOPs: TFLOP/s, the
@@ -54,10 +53,6 @@ def main(argv: list[str] | None = None) -> int:
             subparser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
         else:
             subparser.add_argument("config", help="config file; --section.key=value overrides it")
-        if name == "step":
-            subparser.add_argument(
-                "--peers", action="store_true", help="other projects' experts, too"
-            )
         subparser.add_argument("--rounds", type=int, default=10, help="(default: %(default)s)")
         subparser.add_argument("--json", metavar="FILE", help="for the figures")
         subparser.add_argument("--profile", metavar="FILE", help="for a trace")

@@ -13,7 +13,7 @@ from torch import Tensor
 import configure
 from configure.schema import Config
 from kernels import linear, route
-from model import GPT, MoE, flops_per_token
+from model import GPT, flops_per_token
 from router import ROUTERS, Router, find_spec
 from runtime import RunError, distributed
 from runtime.graph import WARM_UP, StepGraph, can_capture
@@ -21,20 +21,17 @@ from runtime.optimizers import build_optimizer, choose_copy_dtype
 from runtime.parallel import compile_blocks
 from runtime.updates import Updates
 from tools.bench.harness import Benchmark, divide
-from tools.bench.moe import PEERS, NanoChat
 
 
 class Step:
     """A training step as train.py does it, without auxiliary losses, on one micro-batch of random tokens.
 
     Everything is built in the first call: a model that does not fit is skipped like a step that
-    fails. `peer` replaces its layers of experts.
+    fails.
     """
 
-    def __init__(
-        self, config: Config, device: torch.device, peer: type[NanoChat] | None = None
-    ) -> None:
-        self.config, self.device, self.peer = config, device, peer
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config, self.device = config, device
         self.dtype = distributed.pick_dtype(config.train.dtype, device, config.model.router)
         self.tokens = config.train.micro_batch_size * config.model.block_size
 
@@ -45,10 +42,6 @@ class Step:
         torch.manual_seed(config.run.seed)
         with self.device:
             model = GPT(config.model)
-            for block in model.blocks:
-                if self.peer and isinstance(block.mlp, MoE):
-                    block.mlp = self.peer(config.model)
-                    block.dense = True  # pyrefly: ignore[bad-argument-type]  # no norm in fp32 for a router
         shape = 2, config.train.micro_batch_size, config.model.block_size
         tokens = torch.randint(config.model.vocab_size, shape, device=self.device)
         if config.data.document_mask:
@@ -143,15 +136,6 @@ def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
     # dynamo silently gives up on a piece of code after 8 graphs
     torch._dynamo.config.recompile_limit = 1000
     steps = {name: Step(config, bench.device) for name, config in configs.items()}
-    if args.peers:
-        config = next(
-            (config for config in configs.values() if find_spec(config.model.router)), None
-        )
-        if config is None:
-            raise RunError(
-                "--peers replaces experts, but no alternative has any: set --model.router=kern"
-            )
-        steps |= {name: Step(config, bench.device, peer) for name, peer in PEERS.items()}
     median = bench.time({(name,): step for name, step in steps.items()})
     rows = []
     for (name,), seconds in median.items():
