@@ -23,6 +23,8 @@ from router import ROUTERS, Router, RouterSpec, find_spec, monte_carlo_scale
 
 Array = np.ndarray
 
+PRECISION = 1e-3  # of a sampled E Σ g²: half of that in the norm, below a draw of W; not measured
+
 # Gates of routers without a norm, as functions of the logit
 ELEMENTWISE: dict[str, Callable[[Array], Array]] = {
     "sigmoid": lambda s: (1 + np.tanh(s / 2)) / 2,
@@ -70,12 +72,10 @@ def expected_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float) -> 
 
 @cache
 @torch.no_grad()
-def sample_square(
-    spec: RouterSpec, n_expert: int, top_k: int, tau: float, precision: float = 1e-3
-) -> float:
+def sample_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float) -> float:
     """Estimate E Σ g² of `spec` for logits N(0, τ²). Seeded: each call gives the same.
 
-    The standard error is `precision` times the mean, so half of that in the norm.
+    The standard error is PRECISION times the mean, so half of that in the norm.
     """
     # building a router must not change the random numbers that the model's weights get
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
@@ -94,7 +94,7 @@ def sample_square(
         total_of_squares += squares.square().sum().item()
         mean = total / count
         variance = max(total_of_squares / count - mean**2, 0)
-        if math.sqrt(variance / count) <= precision * mean:
+        if math.sqrt(variance / count) <= PRECISION * mean:
             return mean
 
 

@@ -5,7 +5,6 @@
     python -m eval.routing runs/A --other runs/A --checkpoint 500    or one run's checkpoints
     python -m eval.routing runs/A --trace FILE.npz             each token's experts and gates
     python -m eval.routing runs/B --replay FILE.npz            B's loss with those experts
-    python -m eval.routing runs/A --text "for i in range(3):"  experts and gates of each token
 
 Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two runs).
 An earlier file there is replaced; `python -m scripts.draw FILE` draws the loads. Computed in
@@ -47,7 +46,6 @@ from eval.trained import (
     add_device_argument,
     add_run_arguments,
     load_model,
-    load_run,
     open_set,
     set_up_device,
 )
@@ -334,13 +332,6 @@ def read_validation(
     return inputs, targets, name
 
 
-def print_text(args: argparse.Namespace) -> None:
-    """Print the experts and gates of the tokens of --text."""
-    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    tokens, experts, gates = route_text(trained.model, tokenizer, args.text)
-    print(text_table(*tabulate_text(tokens, experts, gates)))
-
-
 def check_trace_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for arguments that --trace or --replay would ignore."""
     names_text = args.data or args.windows is not None
@@ -466,18 +457,6 @@ def tabulate_layers(layers: Sequence[LayerReport]) -> Table:
     return list(rows[0]), [list(row.values()) for row in rows]
 
 
-def tabulate_text(tokens: list[str], experts: Tensor, gates: Tensor) -> Table:
-    """Make head and rows of the table of what `route_text` returns."""
-    rows = []
-    for t, token in enumerate(tokens):
-        row = [repr(token)]
-        for layer in range(len(experts)):
-            chosen = zip(experts[layer, t].tolist(), gates[layer, t].tolist(), strict=True)
-            row.append("  ".join(f"{expert:>3} ({gate:.2f})" for expert, gate in chosen))
-        rows.append(row)
-    return ["token"] + ["expert (gate)"] * len(experts), rows
-
-
 def tabulate_agreement(agreement: Sequence[dict[str, Any]]) -> Table:
     """Make head and rows of the table of how far two models agree, one line per layer."""
     rows = []
@@ -512,12 +491,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="write each token's experts and gates (docs/traces.md)",
     )
     trace("--replay", type=Path, metavar="FILE", help="score the run with the experts of a trace")
-    add("--text", help="print where its tokens go, and nothing else")
     add_device_argument(parser)
     args = parser.parse_args(argv)
-    if args.text is not None:
-        print_text(args)
-    elif args.trace:
+    if args.trace:
         save_trace(args)
     elif args.replay:
         replay_trace(args)

@@ -256,7 +256,7 @@ def add_measures(result: dict[str, Any], first: dict[str, Any], last: dict[str, 
             result[name] = round(last[f"val/{name}"], 3)
 
 
-def time_steps(protocol: Protocol, record: Record, rounds: int = TIMED_ROUNDS) -> dict[str, float]:
+def time_steps(protocol: Protocol, record: Record) -> dict[str, float]:
     """Time a training step of the reference and of the entry, in turn in one process, unbalanced.
 
     Returns:
@@ -272,7 +272,7 @@ def time_steps(protocol: Protocol, record: Record, rounds: int = TIMED_ROUNDS) -
         command += ["--model.n_hash_layer=0", f"--model.n_hash_layer={hash_layers}"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "step.json")
-        command += [f"--rounds={rounds}", "--json", str(file)]
+        command += [f"--rounds={TIMED_ROUNDS}", "--json", str(file)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             raise ValueError(
