@@ -44,12 +44,18 @@ def find_documents(idx: Tensor, token: int, dtype: torch.dtype) -> Documents:
             this dtype for its backward pass.
     """
     position = torch.arange(idx.shape[1], device=idx.device)
-    start = torch.where(idx == token, position, 0).cummax(1).values  # (B, T) of its document
+    start = find_starts(idx, token, position)
     not_later = position <= position[:, None]  # (T, T) of query and key
     seen = (start[:, :, None] <= position) & not_later  # (B, T, T)
     zeros = torch.zeros(seen.shape, dtype=dtype, device=idx.device)
     mask = zeros.masked_fill_(~seen, -torch.inf)
     return Documents(position - start, mask[:, None])
+
+
+def find_starts(idx: Tensor, token: int, position: Tensor) -> Tensor:
+    """The position (B, T) of the last `token` so far in idx (B, T); 0 without one."""
+    own = torch.where(idx == token, position, 0)
+    return own.cummax(1).values
 
 
 class KVCache:
@@ -88,14 +94,15 @@ class KVCache:
         start = self.start[:, None]  # (B, 1), or (B, T) with documents
         if token is not None:
             # padding may hold the token too, always before `self.start`
-            start = torch.where(idx == token, query, 0).cummax(1).values.maximum(start)
+            start = find_starts(idx, token, query).maximum(start)
             self.start = start[:, -1]
         self.positions = (query - start).clamp(0, self.block_size - 1)  # only padding is clamped
         is_real = key >= start[..., None]  # (B, 1 or T, S)
         not_later = key <= query[:, None]  # (T, S)
         # padding attends to itself: attention to nothing gives NaN
         is_own = key == query[:, None]  # (T, S)
-        self.mask = (is_real & not_later | is_own)[:, None]  # (B, 1, T, S)
+        is_seen = is_real & not_later | is_own  # (B, T, S)
+        self.mask = is_seen[:, None]  # (B, 1, T, S)
         self.length += T
         self.layer = 0
 
@@ -110,11 +117,11 @@ class KVCache:
             Keys and values of all columns, (B, nkv, S, hs) each.
         """
         first = self.length - k.shape[2]
-        keys, values = self.columns[self.layer]
-        keys[:, :, first : self.length] = k
-        values[:, :, first : self.length] = v
+        keys, values = self.columns[self.layer, ..., : self.length, :]
+        keys[:, :, first:] = k
+        values[:, :, first:] = v
         self.layer += 1
-        return keys[:, :, : self.length], values[:, :, : self.length]
+        return keys, values
 
 
 def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
@@ -140,8 +147,9 @@ def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
     cos = angle.cos()
     sin = angle.sin()
     a, b = x.float().chunk(2, dim=-1)
-    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return turned.to(x.dtype)
+    turned_a = a * cos - b * sin
+    turned_b = b * cos + a * sin
+    return torch.cat((turned_a, turned_b), dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -160,7 +168,8 @@ class Attention(nn.Module):
         kv_width = self.n_kv_head * self.head_size
         self.widths = [config.n_embd, kv_width, kv_width]  # of queries, keys, values
         self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
-        self.q_norm = self.k_norm = None
+        self.q_norm = None
+        self.k_norm = None
         if config.qk_norm == "head":
             self.q_norm = make_norm(config, self.head_size)
             self.k_norm = make_norm(config, self.head_size)
@@ -174,7 +183,11 @@ class Attention(nn.Module):
     ) -> Tensor:
         B, T, C = x.shape
         seen = documents if past is None else past  # positions and mask, None: a plain window
-        positions = None if seen is None else seen.positions
+        positions = None
+        mask = None
+        if seen is not None:
+            positions = seen.positions
+            mask = seen.mask
         q, k, v = self.qkv(x).split(self.widths, dim=-1)  # (B, T, nh·hs), twice (B, T, nkv·hs)
         if self.q_norm is not None and self.k_norm is not None:
             q = normalize_heads(q, self.q_norm)
@@ -187,8 +200,9 @@ class Attention(nn.Module):
             k = rotate(k, self.rope_base, positions)
         if past is not None:
             k, v = past.update(k, v)
-        mask = None if seen is None else seen.mask
-        dropout = self.dropout if past is None and self.training else 0.0
+        dropout = 0.0
+        if past is None and self.training:
+            dropout = self.dropout
         y = attend(q, k, v, mask, dropout)  # (B, nh, T, hs)
         y = self.proj(y.transpose(1, 2).reshape(B, T, C))  # heads side by side
         return F.dropout(y, self.dropout, self.training)

@@ -30,13 +30,16 @@ ABOVE = np.array([math.erfc(z / math.sqrt(2)) / 2 for z in Z])  # Q
 
 def probability_of_fewer(k: int, n: int, q: Array) -> Array:
     """P(Bin(n, q) < k), elementwise in q."""
-    return np.ones_like(q) if k > n else bdtr(k - 1, n, q)
+    if k > n:
+        return np.ones_like(q)
+    return bdtr(k - 1, n, q)
 
 
 def top_sum(f: Array, n_expert: int, top_k: int) -> float:
     """E Σ f(z) over the top k of M standard normals z (fact 1); `f` are values on the grid Z."""
     is_chosen = probability_of_fewer(top_k, n_expert - 1, ABOVE)
-    return n_expert * float(simpson(DENSITY * f * is_chosen, dx=STEP))
+    integral = simpson(DENSITY * f * is_chosen, dx=STEP)
+    return n_expert * float(integral)
 
 
 def mean_norm(n: int, power: int = 1) -> float:
@@ -44,8 +47,10 @@ def mean_norm(n: int, power: int = 1) -> float:
 
     Power -1 needs n > 1.
     """
-    log_ratio = math.lgamma((n + power) / 2) - math.lgamma(n / 2)
-    return 2 ** (power / 2) * math.exp(log_ratio)
+    half = power / 2
+    log_upper = math.lgamma(n / 2 + half)
+    log_lower = math.lgamma(n / 2)
+    return 2**half * math.exp(log_upper - log_lower)
 
 
 @cache
@@ -55,19 +60,25 @@ def softmax_moments(n_expert: int, top_k: int, tau: float) -> tuple[float, float
     dz = 4 * STEP
     # u = ln t. t e^(-tS) is not 0 for t near 1/S, and S is between e^(-3τ) and M e^(7τ).
     du = 0.25  # moments differ by 2e-13 from those at a quarter of it (2026-11-26)
-    u = np.arange(-math.log(n_expert) - 7 * tau - 25, 3 * tau + 4, du)
+    lowest = -math.log(n_expert) - 7 * tau - 25
+    highest = 3 * tau + 4
+    u = np.arange(lowest, highest, du)
     t = np.exp(u)[:, None]  # (U, 1)
     e = np.exp(tau * z)  # (Z,)
     decay = DENSITY[::4] * np.exp(-t * e)  # (U, Z)
     below = running_integral(decay, dz)
-    above = running_integral(decay[:, ::-1], dz)[:, ::-1]
+    from_above = running_integral(decay[:, ::-1], dz)
+    above = from_above[:, ::-1]
     total = below + above
     is_chosen = probability_of_fewer(top_k, n_expert - 1, above / total)
-    weight = decay * total ** (n_expert - 1) * is_chosen
+    others = total ** (n_expert - 1)
+    weight = decay * others * is_chosen
 
     def moment(power: int) -> float:  # ∫ tⁿ⁻¹ … dt = ∫ tⁿ … du; Γ(1) = Γ(2) = 1
         over_logits = simpson(weight * e**power, dx=dz)  # (U,)
-        return float((np.exp(power * u) * n_expert * over_logits).sum() * du)
+        powers_of_t = np.exp(power * u)
+        integral = (powers_of_t * n_expert * over_logits).sum()
+        return float(integral * du)
 
     return moment(1), moment(2)
 
@@ -79,4 +90,7 @@ def running_integral(values: Array, h: float) -> Array:
     """
     areas = cumulative_trapezoid(values, dx=h, axis=1, initial=0)
     slopes = np.gradient(values, h, axis=1)
-    return (areas - h**2 / 12 * (slopes - slopes[:, :1])).clip(0)
+    change_of_slope = slopes - slopes[:, :1]
+    correction = h**2 / 12 * change_of_slope
+    corrected = areas - correction
+    return corrected.clip(0)
