@@ -77,6 +77,17 @@ class Experts(nn.Module):
         )
 
 
+def build_router(config: ModelConfig, layer: int) -> Router:
+    """The router of a layer with experts; in a hash layer with a table."""
+    spec = find_spec(config.router)
+    assert spec is not None, "a dense model has no router"
+    E, K = config.n_expert, config.top_k
+    table = None
+    if layer < config.n_dense_layer + config.n_hash_layer:
+        table = hash_table(config.vocab_size, E, K, seed=layer)
+    return Router(config.n_embd, E, K, spec, gate_scale(config), table)
+
+
 class MoE(nn.Module):
     """Mixture of experts, paper eq. 5: Σ_m g_m(x) E_m(x) over the K experts the router chose.
 
@@ -86,13 +97,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        spec = find_spec(config.router)
-        assert spec is not None, "a dense model has no MoE"
-        E, K = config.n_expert, config.top_k
-        table = None
-        if layer < config.n_dense_layer + config.n_hash_layer:
-            table = hash_table(config.vocab_size, E, K, seed=layer)
-        self.router = Router(config.n_embd, E, K, spec, gate_scale(config), table)
+        self.router = build_router(config, layer)
         self.router.fused = partial(route, backend=config.backend)
         self.router.linear = partial(linear, backend=config.backend)
         self.counts_margins = False  # in training, for train.bias_update = "quantile"

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from configure import Config
 from configure.schema import Model
-from gate_norm import gate_scale
-from model import GPT
-from router import Router, RouterSpec, Routing, find_spec
+from model import GPT, build_router
+from router import Router, Routing, find_spec
 from runtime.distributed import Ranks, sum_over_ranks
 
 TOKENS = 2**13  # at least, to measure the gates of a new router; not measured how few would do
@@ -46,24 +45,19 @@ def take_routers(
     routers = {}
     for layer in range(source.n_dense_layer, source.n_layer):
         name = f"blocks.{layer}.mlp.router"
-        routers[name] = _copy_router(state, name, source, old_spec)
+        own = {}
+        for key, tensor in state.items():
+            if key.startswith(f"{name}."):
+                own[key.removeprefix(f"{name}.")] = tensor
+        router = build_router(source, layer).requires_grad_(False)
+        router.load_state_dict(own, strict=False)  # weights of other projects have no buffers
+        routers[name] = router
         if must_centre:
             _centre_router(state, name)
     if not must_centre:
         return routers, []
     note = "router weights are centred (mean over experts 0): "
     return routers, [f"{note}{source.router} ignores that, {model.router} does not"]
-
-
-def _copy_router(state: dict[str, Tensor], name: str, source: Model, spec: RouterSpec) -> Router:
-    own = {}
-    for key, tensor in state.items():
-        if key.startswith(f"{name}."):
-            own[key.removeprefix(f"{name}.")] = tensor
-    table = own.get("hash_table")
-    router = Router(source.n_embd, source.n_expert, source.top_k, spec, gate_scale(source), table)
-    router.load_state_dict(own, strict=False)  # weights of other projects have no buffers
-    return router.requires_grad_(False)
 
 
 def _centre_router(state: dict[str, Tensor], name: str) -> None:
@@ -73,21 +67,27 @@ def _centre_router(state: dict[str, Tensor], name: str) -> None:
             state[key] = (exact - exact.mean(0)).float()
 
 
-class OldRouter:
-    """A forward hook of a new router that routes by the old one and measures both on one input.
+class RouterSwap:
+    """A layer's new router, which routes by the old one until `handle` is removed.
 
     Attributes:
-        square: () fp64, the sum over batches of the mean over tokens of Σ g² of the new router.
+        square: () fp64, the sum over batches of the mean over tokens of Σ g² of the new router, on
+            the inputs that the old one has.
     """
 
-    def __init__(self, router: Router, device: torch.device) -> None:
-        self.router = router.to(device)
+    def __init__(self, new: Router, old: Router) -> None:
+        device = new.c.device
+        self.new = new
+        self.old = old.to(device)
         self.square = torch.zeros((), dtype=torch.float64, device=device)
+        self.handle = new.register_forward_hook(self._route_by_old, with_kwargs=True)
 
-    def __call__(self, _: Router, args: tuple, kwargs: dict[str, Any], routing: Routing) -> Routing:
+    def _route_by_old(
+        self, _: Router, args: tuple, kwargs: dict[str, Any], routing: Routing
+    ) -> Routing:
         gates = routing.weights  # (N, K)
         self.square += (gates.square().sum() / len(gates)).double()
-        return self.router(*args, **kwargs)
+        return self.old(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -120,24 +120,22 @@ def match_gates(
     train = config.train
     tokens_per_batch = train.micro_batch_size * settings.block_size * ranks.world_size
     windows = list(islice(batches, math.ceil(TOKENS / tokens_per_batch)))
-    routers: list[Router] = [model.get_submodule(name) for name in old]  # pyrefly: ignore[bad-assignment]
-    hooks = [OldRouter(router, ranks.device) for router in old.values()]
     text = ""
     model.eval()
     with torch.compiler.set_stance("force_eager"):  # a block compiled with a hook would keep it
-        handles = []
-        for router, hook in zip(routers, hooks, strict=True):
-            handles.append(router.register_forward_hook(hook, with_kwargs=True))
+        swaps = []
+        for name, router in old.items():
+            swaps.append(RouterSwap(model.get_submodule(name), router))  # pyrefly: ignore[bad-argument-type]
         before = _measure_gates(model, windows, autocast, ranks)
-        for handle in handles:
-            handle.remove()
+        for swap in swaps:
+            swap.handle.remove()
         if train.match_gates and not settings.gate_norm and settings.gate_scale == 1:
-            sums = sum_over_ranks(torch.stack([hook.square for hook in hooks]))  # (L,)
+            sums = sum_over_ranks(torch.stack([swap.square for swap in swaps]))  # (L,)
             ratio = before[2] / (sums / (len(windows) * ranks.world_size))
             usable = ratio.isfinite() & (ratio > 0)  # else all gates of a router are 0
             factors = torch.where(usable, ratio.sqrt(), 1).tolist()
-            for router, factor in zip(routers, factors, strict=True):
-                router.c.mul_(factor)
+            for swap, factor in zip(swaps, factors, strict=True):
+                swap.new.c.mul_(factor)
             listed = ", ".join(f"{factor:.3g}" for factor in factors)
             text = f"; its gates times {listed} (train.match_gates)"
         after = _measure_gates(model, windows, autocast, ranks)

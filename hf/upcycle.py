@@ -18,10 +18,9 @@ from configure import Config
 from configure.schema import Model
 from data.bins import open_tokens, read_meta
 from data.loader import choose_validation, windows
-from gate_norm import gate_scale
 from hf.formats import dense_width
-from model import GPT
-from router import Router, find_spec
+from model import GPT, build_router
+from router import find_spec
 
 WINDOWS = 4  # validation windows whose loss is compared after upcycling; not measured how few do
 SAMPLES = 2**14  # tokens to estimate E[Σg] from: its standard error is below 1%
@@ -55,8 +54,6 @@ def upcycle(config: Config, source: Model, state: dict[str, Tensor]) -> str:
     Routers are drawn from run.seed. Returns a note with the losses before and after.
     """
     model = config.model
-    spec = find_spec(model.router)
-    assert spec is not None, "a mixture"
     n_slice = dense_width(source) // model.expert_hidden
     n_copy = model.n_expert // n_slice
     loss_before = _measure_loss(config, source, source, state)
@@ -67,7 +64,7 @@ def upcycle(config: Config, source: Model, state: dict[str, Tensor]) -> str:
         reasons.append("experts lack the biases of the MLPs")
 
     generator = torch.Generator().manual_seed(config.run.seed)
-    router = Router(model.n_embd, model.n_expert, model.top_k, spec, gate_scale(model))
+    router = build_router(model, 0)
     std = model.init_std * model.router_init_ratio
     # a norm leaves inputs of norm √C
     logits = torch.randn(SAMPLES, n_copy, generator=generator) * std * model.n_embd**0.5
