@@ -60,7 +60,7 @@ Settings = Mapping[str, Any]  # content of config.json
 
 
 def _rename(name: str, names: Mapping[str, str]) -> str:
-    """Replace the module in the name of a parameter of model.py by its name in the table `names`."""
+    """The name of a parameter of model.py, with its module renamed by the table `names`."""
     module, _, leaf = name.rpartition(".")
     layer = re.search(r"\.\d+\.", module)
     if layer is None:
@@ -70,13 +70,11 @@ def _rename(name: str, names: Mapping[str, str]) -> str:
 
 
 def _is_gated(name: str, state: State) -> bool:
-    """Return True for the w_in of a gated MLP or of gated experts: 2H hidden units, not H."""
+    """Return True for the w_in of a gated MLP or of gated experts, twice as large as w_out."""
     if not name.endswith((".w_in", ".w_in.weight")):
         return False
-    w_in = state[name]
-    w_out = state[name.replace("w_in", "w_out")]  # (C, H) or (E, H, C)
-    hidden_dim = 2 if w_in.dim() == 3 else 0  # (E, C, H or 2H), or (H or 2H, C)
-    return w_in.shape[hidden_dim] == 2 * w_out.shape[1]
+    w_out = state[name.replace("w_in", "w_out")]
+    return state[name].numel() == 2 * w_out.numel()
 
 
 def dense_width(model: Model) -> int:

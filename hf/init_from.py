@@ -24,6 +24,7 @@ from configure.check import find_conflicts
 from configure.schema import Model, select_model_keys
 from data.bins import Meta, describe_faults, fingerprint, open_tokenizer, read_meta
 from data.tokenizer import TOKENIZER_FILE
+from eval.trained import load_model
 from gate_norm import gate_scale
 from hf.formats import BUFFERS, FORMATS, Format, dense_width
 from hf.match_gates import match_gates, take_routers
@@ -31,20 +32,18 @@ from hf.tokenizer_files import make_vocabulary
 from hf.upcycle import find_overrides, is_upcycled, upcycle
 from model import GPT
 from router import Router, find_spec
-from runtime import RankError, RunError, checkpoint, distributed, folder
+from runtime import RankError, RunError, distributed, folder
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class Weights(NamedTuple):
-    """Weights read from a folder, checked and ready for a GPT of the run's model."""
+    """Weights that were checked and fit a GPT of the run's model."""
 
-    source: str  # for people, such as "a run at step 4"
-    model: Model  # the model they belong to
     # by model.py's names; an embedding may have fewer rows than the run's model
     state: dict[str, Tensor]
     notes: list[str]  # to print: where they come from, and what the run's model does differently
-    routers: dict[str, Router]  # by name, those that the run's model replaces by other routers
+    routers: dict[str, Router]  # by name, the old routers that the run's model replaces
 
     @torch.no_grad()
     def load_into(self, model: GPT, ranks: distributed.Ranks) -> None:
@@ -82,6 +81,15 @@ class Weights(NamedTuple):
             distributed.print_once(f"{run}: on training windows, {text}")
 
 
+class Source(NamedTuple):
+    """A model read from a folder."""
+
+    description: str  # such as "a run at step 4"
+    model: Model
+    state: dict[str, Tensor]  # by model.py's names
+    notes: list[str]  # on differences in computation
+
+
 def read_initial_weights(config: Config) -> Weights:
     """Read and check the weights that train.init_from names.
 
@@ -91,51 +99,54 @@ def read_initial_weights(config: Config) -> Weights:
     place = Path(config.train.init_from)
     data = config.data.folders[0]  # all have one tokenizer
     try:
-        weights = _read_folder(place, config.model, data)
-        overrides = _list_overrides(weights, config.model)
+        source = _read_folder(place, config.model, data)
+        overrides = _list_overrides(source, config.model)
         if overrides:
             raise RunError(
-                f"{weights.source}, whose weights do not fit this model. Add {' '.join(overrides)}"
+                f"{source.description}, whose weights do not fit this model. "
+                f"Add {' '.join(overrides)}"
             )
     except (RunError, configure.ConfigError) as error:
         message = f"train.init_from = {place}: {error}"
         if distributed.local_rank() > 0:
             raise RunError(message) from error
         raise RankError(message) from error  # of one rank per node: others may have the folder
-    weights.notes.insert(0, f"{folder.path_of(config)}: starts from {place}, {weights.source}")
-    if is_upcycled(weights.model, config.model):
-        weights.notes.append(upcycle(config, weights.model, weights.state))
-    changes = _find_changes(weights.model, config.model)
-    weights.notes.extend(changes.values())
-    routers, notes = take_routers(weights.state, weights.model, config.model)
-    weights.routers.update(routers)
-    weights.notes.extend(notes)
-    _fit_state(weights, config.model, changes)
-    return weights
+    model = source.model
+    state = source.state
+    origin = f"{folder.path_of(config)}: starts from {place}, {source.description}"
+    notes = [origin, *source.notes]
+    if is_upcycled(model, config.model):
+        notes.append(upcycle(config, model, state))
+    changes = _find_changes(model, config.model)
+    notes.extend(changes.values())
+    routers, centred = take_routers(state, model, config.model)
+    notes.extend(centred)
+    notes.extend(_fit_state(state, config.model, changes))
+    return Weights(state, notes, routers)
 
 
-def _list_overrides(weights: Weights, model: Model) -> list[str]:
-    """The arguments of train.py with which `weights` fit into `model`; none if they fit already."""
-    source = weights.model
-    keys = select_model_keys("fixed_by_weights") + _find_mlp_keys(source, model)
-    if source.pos == "rope":
+def _list_overrides(source: Source, model: Model) -> list[str]:
+    """The arguments of train.py that make `model` fit the weights; none if it fits already."""
+    old = source.model
+    keys = select_model_keys("fixed_by_weights") + _find_mlp_keys(old, model)
+    if old.pos == "rope":
         keys.append("rope_base")
-    elif source.block_size < model.block_size:  # positions are weights
+    elif old.block_size < model.block_size:  # positions are weights
         keys.append("block_size")
-    n_kv_head = model.n_kv_head or source.n_head  # once n_head is the source's
-    if kv_heads(source) != n_kv_head:
+    n_kv_head = model.n_kv_head or old.n_head  # if n_head is overridden, too
+    if kv_heads(old) != n_kv_head:
         keys.append("n_kv_head")
-    if source.vocab_size > model.vocab_size:
+    if old.vocab_size > model.vocab_size:
         keys.append("vocab_size")
     needed = {}
     for key in keys:
-        value = getattr(source, key)
+        value = getattr(old, key)
         if value != getattr(model, key):
             needed[key] = value
-    if not model.bias and _has_biases(weights.state):
+    if not model.bias and _has_biases(source.state):
         needed["bias"] = True
-    if is_upcycled(source, model):
-        needed.update(find_overrides(source, model))
+    if is_upcycled(old, model):
+        needed.update(find_overrides(old, model))
     overrides = []
     for key, value in needed.items():
         text = value if isinstance(value, str) else json.dumps(value)
@@ -149,46 +160,54 @@ def _has_biases(state: dict[str, Tensor]) -> bool:
     return any(state[name].any() for name in names)
 
 
-def _find_mlp_keys(source: Model, model: Model) -> list[str]:
-    """The keys that give the MLPs and experts of `model` the shapes of those of `source`."""
+def _find_mlp_keys(old: Model, model: Model) -> list[str]:
+    """The keys that give the MLPs and experts of `model` the shapes that `old` has."""
     is_dense = find_spec(model.router) is None
-    if find_spec(source.router) is None:
-        if is_dense and dense_width(source) != dense_width(model):
+    if find_spec(old.router) is None:
+        if is_dense and dense_width(old) != dense_width(model):
             return ["top_k", "expert_hidden", "n_shared_expert"]
         return []
     keys = ["n_expert", "expert_hidden", "n_shared_expert", "n_dense_layer"]
     if is_dense:
         return ["router", *keys, "top_k"]
-    both_hash = source.n_hash_layer and model.n_hash_layer  # the table of a layer has K columns
-    if source.n_dense_layer or both_hash or model.top_k > source.n_expert:
+    both_hash = old.n_hash_layer and model.n_hash_layer  # the table of a layer has K columns
+    if old.n_dense_layer or both_hash or model.top_k > old.n_expert:
         keys.append("top_k")
     return keys
 
 
-def _find_changes(source: Model, model: Model) -> dict[str, str]:
+def _find_changes(old: Model, model: Model) -> dict[str, str]:
     """Notes, by key, on settings that make `model` compute something else with the same weights."""
+    settings = ["norm_eps"]
+    if find_spec(old.router) is not None:  # the weights have routers
+        settings = ["router", "top_k", "n_hash_layer", "gate_scale", "norm_eps"]
     changes = {}
-    for key in ("router", "top_k", "n_hash_layer", "gate_scale", "norm_eps"):
-        before = getattr(source, key)
-        now = getattr(model, key)
-        if key == "gate_scale":  # what the routers have, which may follow from model.gate_norm
-            before = gate_scale(source)
-            now = gate_scale(model)
+    for key in settings:
+        # model.gate_norm determines the scale, too
+        before = gate_scale(old) if key == "gate_scale" else getattr(old, key)
+        now = gate_scale(model) if key == "gate_scale" else getattr(model, key)
         if before != now:
             changes[key] = f"model.{key} changes from {before} to {now}"
-    if find_spec(source.router) is None:  # the weights have no routers
-        return {key: note for key, note in changes.items() if key == "norm_eps"}
     return changes
 
 
-def _fit_state(weights: Weights, model: Model, changes: Collection[str]) -> None:
-    """Reduce weights.state to the state of a GPT of `model`; note what is missing or not used."""
-    state = weights.state
-    notes = weights.notes
+def _fit_state(state: dict[str, Tensor], model: Model, changes: Collection[str]) -> list[str]:
+    """Reduce `state` to the state of a GPT of `model`.
+
+    Args:
+        state: weights, which are changed in place.
+        model: the run's.
+        changes: keys that differ, see `_find_changes`.
+
+    Returns:
+        Notes on what is missing or not used.
+    """
+    notes = []
     own = _meta_state(model)
+    new_scale = not {"router", "top_k", "gate_scale"}.isdisjoint(changes)
     unused = []
     for name in list(state):
-        if name.endswith("router.c") and not {"router", "top_k", "gate_scale"}.isdisjoint(changes):
+        if name.endswith("router.c") and new_scale:
             del state[name]  # it follows from the config; else train.match_gates may have set it
             continue
         other_router = "router" in changes and name.endswith("selection_bias")
@@ -207,6 +226,7 @@ def _fit_state(weights: Weights, model: Model, changes: Collection[str]) -> None
         notes.append(f"missing, so initialised as usual: {_list_once(missing)}")
     if unused:
         notes.append(f"not used: {_list_once(unused)}")
+    return notes
 
 
 def _list_once(names: list[str]) -> str:
@@ -220,43 +240,37 @@ def _meta_state(model: Model) -> dict[str, Tensor]:
         return GPT(model).state_dict()
 
 
-def _read_folder(place: Path, model: Model, data: Path) -> Weights:
-    """The weights in `place`, of any kind, for a run of `model` on the data set `data`."""
+def _read_folder(place: Path, model: Model, data: Path) -> Source:
+    """The model in `place`, of any kind, for a run of `model` on the data set `data`."""
     if not place.is_dir():
         command = f"hf download {place} --local-dir {place.name}"
         raise RunError(f"no such folder; from the Hugging Face hub: {command}")
     if (place / "config.json").is_file():
-        weights = _read_transformers(place, model, data)
+        source = _read_transformers(place, model, data)
     elif (place / "config.toml").is_file():
-        weights = _read_run(place, data)
+        source = _read_run(place, data)
     else:
         raise RunError(
             "contains neither a config.json of transformers nor a run's config.toml; give a folder "
             "that transformers or scripts.export wrote, or a run such as runs/quickstart-kern"
         )
-    for name, tensor in weights.state.items():
+    for name, tensor in source.state.items():
         if not tensor.isfinite().all():
             raise RunError(f"{name} contains NaN or Inf; use other weights")
-    return weights
+    return source
 
 
-def _read_run(place: Path, data: Path) -> Weights:
+def _read_run(place: Path, data: Path) -> Source:
     """The last checkpoint of a run."""
-    config = configure.load(place / "config.toml")
-    steps = checkpoint.steps(place / "checkpoints")
-    if not steps:
-        raise RunError("a run without a checkpoint; train it first")
-    with torch.device("meta"):
-        model = GPT(config.model)
-    model.to_empty(device="cpu")
-    metadata = checkpoint.restore_weights(place / "checkpoints", steps[-1], model)
+    trained = load_model(place)
     meta = read_meta(data)
-    if metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
+    if trained.metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
         raise _wrong_tokenizer("another", data, meta)
-    return Weights(f"a run at step {steps[-1]}", config.model, model.state_dict(), [], {})
+    description = f"a run at step {trained.step}"
+    return Source(description, trained.config.model, trained.model.state_dict(), [])
 
 
-def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
+def _read_transformers(place: Path, model: Model, data: Path) -> Source:
     """A folder that transformers or scripts.export wrote."""
     settings = _read_json(place / "config.json")
     kind = str(settings.get("model_type"))
@@ -266,15 +280,15 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
             f"config.json: model_type is {kind!r}, expected one of {kinds}; use other weights"
         )
     form = FORMATS[kind]
-    source = _read_model(form, settings, model.top_k)
+    described = _read_model(form, settings, model.top_k)
     tensors = form.unify_names(_read_tensors(place))
     # older files have it, too, where it is the embedding
-    head = tensors.pop("lm_head.weight", None) if source.tie_embeddings else None
-    shapes = _meta_state(source)
+    head = tensors.pop("lm_head.weight", None) if described.tie_embeddings else None
+    shapes = _meta_state(described)
     if kind != "nanokern":
         shapes = {name: t for name, t in shapes.items() if not name.endswith(BUFFERS)}
     _check_shapes(tensors, form.from_own(shapes))
-    _check_vocabulary(place, settings, source.vocab_size, data)
+    _check_vocabulary(place, settings, described.vocab_size, data)
     state = _convert(tensors, form, shapes)
     # transformers does not tie these
     if head is not None and not head.float().equal(state["wte.weight"].float()):
@@ -286,7 +300,7 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
     activation = settings.get("activation_function", "gelu_new")
     if kind == "gpt2" and activation != "gelu":
         notes.append(f"{activation} is computed as exact GELU, up to 5e-4 apart")
-    return Weights(f"a model of class {form.architecture}", source, state, notes, {})
+    return Source(f"a model of class {form.architecture}", described, state, notes)
 
 
 def _convert(

@@ -1,4 +1,4 @@
-"""Write a data set's tokenizer as the files that transformers reads: tokenizer.json and tokenizer_config.json."""
+"""Write a data set's tokenizer as tokenizer.json and tokenizer_config.json, for transformers."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -24,20 +24,24 @@ def write_tokenizer(tokenizer: Tokenizer, folder: str | Path, block_size: int) -
     """Write both files into `folder`.
 
     They give the same ids, except where a text contains the end-of-text mark: transformers reads
-    that as the token. A tokenizer.json stays as it is, but adds no token to a text, as data.prepare
-    adds none.
+    the mark as the token. The tokenizer.json of another project is copied, but adds no token to a
+    text, as data.prepare adds none.
     """
+    if isinstance(tokenizer, FileTokenizer):
+        body = json.loads(tokenizer.files[TOKENIZER_FILE])
+        body["post_processor"] = None
+        end = tokenizer.file.id_to_token(tokenizer.eot)
+    else:
+        body = describe_tokenizer(tokenizer)
+        end = END_OF_TEXT
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": block_size,
         "clean_up_tokenization_spaces": False,
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
     }
-    if isinstance(tokenizer, FileTokenizer):
-        body = json.loads(tokenizer.files[TOKENIZER_FILE]) | {"post_processor": None}
-        end = tokenizer.file.id_to_token(tokenizer.eot)
-    else:
-        body, end = describe_tokenizer(tokenizer), END_OF_TEXT
-    config |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
     write_json(Path(folder, TOKENIZER_FILE), body)
     write_json(Path(folder, "tokenizer_config.json"), config)
 
@@ -45,20 +49,26 @@ def write_tokenizer(tokenizer: Tokenizer, folder: str | Path, block_size: int) -
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     """The tokenizer.json of bytes or of GPT-2's encoding."""
     tokens = token_bytes(tokenizer)
-    end = {"id": tokenizer.eot, "content": END_OF_TEXT, "special": True, "normalized": False}
-    end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-    by_bytes = {
+    end = {
+        "id": tokenizer.eot,
+        "content": END_OF_TEXT,
+        "special": True,
+        "normalized": False,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
+    byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": True,
-        "use_regex": True,
+        "use_regex": tokenizer.name == "gpt2",  # GPT-2's regular expression splits a text first
     }
     return {
         "version": "1.0",
         "added_tokens": [end],
-        # its regular expression is GPT-2's
-        "pre_tokenizer": by_bytes | {"use_regex": tokenizer.name == "gpt2"},
-        "decoder": by_bytes,
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
         "model": {
             "type": "BPE",
             "ignore_merges": True,  # a word that is a token becomes that token, as in tiktoken
@@ -79,18 +89,18 @@ def make_vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
 def find_merges(tokens: Sequence[bytes]) -> Iterator[list[bytes]]:
     """Yield the two tokens that each token of several bytes is merged from.
 
-    They are what is left of its bytes after merging, lowest rank first, without the token itself.
+    To find them, the token's bytes are merged, lowest rank first, until two parts are left.
     tiktoken needs no such list, because it merges by rank alone.
     """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     for rank, token in enumerate(tokens):
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
-            pairs = [
-                ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)
-            ]
-            at = pairs.index(min(pairs))
-            assert pairs[at] < rank, f"token {rank} ({token!r}) is not made of two other tokens"
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            pairs = zip(parts, parts[1:], strict=False)
+            ranks_of_pairs = [ranks.get(left + right, rank) for left, right in pairs]
+            lowest = min(ranks_of_pairs)
+            assert lowest < rank, f"token {rank} ({token!r}) is not made of two other tokens"
+            first = ranks_of_pairs.index(lowest)
+            parts[first : first + 2] = [tokens[lowest]]
         if len(parts) == 2:
             yield parts

@@ -342,7 +342,7 @@ def test_place_without_weights_is_refused(tiny, source):
     os.truncate(shard, 1000)
     assert "damaged, " in refused(start_from(tiny, source))
     shutil.rmtree(checkpoints(source))
-    assert "a run without a checkpoint; train it first" in refused(start_from(tiny, source))
+    assert "no checkpoint, it has none; train it first" in refused(start_from(tiny, source))
 
 
 def test_weights_of_another_tokenizer_are_refused(tiny, copy, corpus):

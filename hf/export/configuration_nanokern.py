@@ -14,10 +14,10 @@ class NanoKernConfig(PretrainedConfig):
     instead.
 
     Args:
-        router: a name or formula, as `router.find_spec` takes it. "dense" has one MLP of hidden
+        router: a name or formula, see `router.find_spec`. "dense" has one MLP of hidden
             width `intermediate_size` per block, as have the first `n_dense_layer` blocks of any
             other model; the rest have `n_expert` experts of hidden width `moe_intermediate_size`,
-            `num_experts_per_tok` per token, and `n_shared_expert` that every token takes. In the
+            `num_experts_per_tok` per token, and `n_shared_expert` that every token uses. In the
             first `n_hash_layer` of these the token's id chooses.
         gated: MLPs and experts compute hidden_act(gate) * up.
         norm: "layernorm" or "rmsnorm", with `norm_eps`.

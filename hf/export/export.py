@@ -1,7 +1,7 @@
 """Export a trained run to Hugging Face's transformers.
 
-    python -m scripts.export runs/quickstart-kern OUT             into a new folder
-    python -m scripts.export runs/quickstart-kern OUT --check     load it again, compare with the run
+    python -m scripts.export runs/quickstart-kern OUT            into a new folder
+    python -m scripts.export runs/quickstart-kern OUT --check    load it again, compare with the run
     model = AutoModelForCausalLM.from_pretrained("OUT", trust_remote_code=True)
 
 OUT holds model.safetensors, config.json, generation_config.json, the tokenizer's files, README.md
@@ -104,7 +104,7 @@ def export_run(
         tokenizer: the run's tokenizer.
         out: the folder; if it is a link, the folder that it points to.
         form: see `choose_form`.
-        dtype: a key of DTYPES, for all weights but those of routers, which stay in fp32.
+        dtype: a key of DTYPES, for all weights except routers, which stay in fp32.
 
     Raises:
         ValueError: `out` exists, no exported model computes what the model does, or the class that
@@ -122,8 +122,8 @@ def export_run(
         )
     model = trained.config.model
     weights = trained.model.state_dict()
-    biases = [tensor for name, tensor in weights.items() if name.endswith("selection_bias")]
-    form = choose_form(form, model, biased=any(bias.any() for bias in biases))
+    biased = any(bias.any() for name, bias in weights.items() if name.endswith("selection_bias"))
+    form = choose_form(form, model, biased)
     rounded = round_weights(weights, DTYPES[dtype], form)
     state = {}
     for name, tensor in FORMATS[form].from_own(rounded).items():
@@ -229,15 +229,16 @@ def describe_training(trained: Trained) -> list[list[str]]:
             rows.append([f"sha256 of the {key}", trained.metadata[key]])
     last = {}  # (value, step) by name
     for line in trained.metrics:
-        for key in ("tokens", "train/loss", "val/loss"):
-            if key in line and line["step"] <= trained.step:
-                last[key] = line[key], line["step"]
-    if "tokens" in last:
-        rows.append(["tokens seen", f"{last.pop('tokens')[0]:,}"])
+        if line["step"] <= trained.step:
+            for key, value in line.items():
+                last[key] = value, line["step"]
+    if last:
+        rows.append(["tokens seen", f"{last['tokens'][0]:,}"])
     note = ", of that checkpoint, not of the mean" if trained.mean else ""
-    for key in sorted(last):  # train/loss, val/loss
-        loss, step = last[key]
-        rows.append([f"{key}, nats per token", f"{loss:.4f} (step {step:,}{note})"])
+    for key in ("train/loss", "val/loss"):
+        if key in last:
+            loss, step = last[key]
+            rows.append([f"{key}, nats per token", f"{loss:.4f} (step {step:,}{note})"])
     return rows
 
 
@@ -307,8 +308,8 @@ def compare_logits(model: Any, own: GPT, eot: int, idx: Tensor) -> dict[str, Ten
         model: transformers' model.
         own: the run's model.
         eot: the id that pads prompts.
-        idx: (B, T) int64, at most a block. The first halves are prompts; they are padded on the left
-            to unequal lengths and continued greedily.
+        idx: (B, T) int64, at most a block. The first halves are prompts; they are padded on the
+            left to unequal lengths and continued greedily.
 
     Returns:
         Differences of logits (..., V) by the way in which `model` computed.

@@ -21,7 +21,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import make_norm, normalize_heads, rotate  # pyrefly: ignore[missing-import]  (beside it in an export)
+from .attention import make_norm, normalize_heads, rotate  # pyrefly: ignore[missing-import]  (in the same folder of an export)
 from .configuration_nanokern import NanoKernConfig
 from .router import Router, find_spec, hash_table  # pyrefly: ignore[missing-import]
 from .torch_grouped import ACTIVATIONS, expert_mlp  # pyrefly: ignore[missing-import]
