@@ -1,6 +1,6 @@
 """The paper's GPT: decoder-only, pre-norm, a dense MLP or a mixture of experts in every block.
 
-The paper leaves most of the architecture open; docs/paper.md lists each choice made here. Shapes in
+The paper leaves most of the architecture open; docs/choices.md lists each choice made here. Shapes in
 comments: B sequences, T positions, C = n_embd, nh heads of size hs, N = B·T tokens, E experts, K =
 top_k, H = expert_hidden, V = vocab_size, L = n_layer.
 """

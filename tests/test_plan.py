@@ -15,7 +15,7 @@ from runtime import state as train_state
 from scripts import plan
 
 LARGE = REPO_ROOT / "config/1b3.toml"
-P = 6_952_353_792  # its parameters (docs/paper.md: 6.9B)
+P = 6_952_353_792  # its parameters (docs/choices.md: 6.9B)
 
 
 # ---- the command

@@ -1,6 +1,6 @@
 """Read, write and check records: every setting an entry tried, every loss by seed and document.
 
-track/README.md lists the fields.
+track/records/README.md lists the fields.
 """
 
 import json
