@@ -150,6 +150,7 @@ class FileTokenizer(_Encoder):
         self.encoder.encode_special_tokens = True  # not searched for in texts
         self.vocab_size = 1 + max(self.file.get_vocab().values())
         self.unk = find_unknown_id(body["model"])
+        self.byte_level = "ByteLevel" in str(body.get("decoder"))
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """One uint16 array, (n,), per text, without special tokens.
@@ -352,7 +353,6 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
         return [bytes([i]) for i in range(256)]
     if isinstance(tokenizer, GPT2Tokenizer):
         return [tokenizer.bpe.decode_single_token_bytes(i) for i in range(tokenizer.eot)]
-    byte_level = "ByteLevel" in str(json.loads(tokenizer.files[TOKENIZER_FILE])["decoder"])
     empty = {tokenizer.eot}
     for i, token in tokenizer.file.get_added_tokens_decoder().items():
         if token.special:
@@ -360,7 +360,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     tokens = []
     for i in range(tokenizer.vocab_size):
         text = "" if i in empty else tokenizer.file.id_to_token(i)
-        tokens.append(_decode_token(text or "", byte_level))
+        tokens.append(_decode_token(text or "", tokenizer.byte_level))
     return tokens
 
 

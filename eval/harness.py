@@ -13,6 +13,21 @@ from eval.scoring import Scorer
 from runtime import RunError
 
 
+class Loglikelihood(float):
+    """A log-likelihood, nats, that knows the UTF-8 bytes of the text it is of."""
+
+    size: int
+
+
+def count_scored_bytes(context: str, continuation: str) -> int:
+    """UTF-8 bytes of the text that the harness scores.
+
+    White space at the context's end belongs to it, see `_encode_pair` of the harness.
+    """
+    moved = context[len(context.rstrip()) :]
+    return len((moved + continuation).encode("utf-8", "replace"))
+
+
 class Adapter(TemplateLM):
     """Lets lm-evaluation-harness ask a Scorer.
 
@@ -53,9 +68,13 @@ class Adapter(TemplateLM):
         pairs = []
         for _, context, continuation in requests:
             pairs.append((context or [self.prefix_token_id], continuation))
-        scores = [tuple(score) for score in self.scorer.score(pairs, self.progress)]
-        for (key, _, _), score in zip(requests, scores, strict=True):
-            self.cache_hook.add_partial("loglikelihood", key, score)
+        scores: list[tuple[float, bool]] = []
+        results = self.scorer.score(pairs, self.progress)
+        for (key, _, _), result in zip(requests, results, strict=True):
+            loglikelihood = Loglikelihood(result.loglikelihood)
+            loglikelihood.size = count_scored_bytes(*key)
+            scores.append((loglikelihood, result.greedy))
+            self.cache_hook.add_partial("loglikelihood", key, scores[-1])
         return scores
 
     def loglikelihood_rolling(

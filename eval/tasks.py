@@ -1,8 +1,9 @@
 """Load and score tasks of lm-evaluation-harness, for eval.downstream and for training.
 
 Every task with right answers has the metric `bits_per_byte` besides the harness' own: the bits that
-the model needs for the right answer, over the bytes of that answer with the space before it; the
-mean over documents. It changes smoothly where accuracy jumps.
+the model needs for the right answer, over the bytes of what is scored: the answer, the space before
+it and white space at the prompt's end; the mean over documents. It changes smoothly where accuracy
+jumps.
 """
 
 import difflib
@@ -27,7 +28,7 @@ from runtime import RunError
 if TYPE_CHECKING:  # lm_eval is an extra that other commands do not need
     from lm_eval.tasks import TaskManager
 
-    from eval.harness import Adapter
+    from eval.harness import Adapter, Loglikelihood
 
 
 class PaperTask(NamedTuple):
@@ -212,7 +213,7 @@ def add_bits_per_byte(task: Any) -> None:
     task.higher_is_better()["bits_per_byte"] = False
 
 
-def answer_bits(task: Any, doc: dict, loglikelihoods: list[float]) -> float | None:
+def answer_bits(task: Any, doc: dict, loglikelihoods: Sequence["Loglikelihood"]) -> float | None:
     """Compute the bits per byte of the right answer to a document.
 
     Args:
@@ -225,24 +226,21 @@ def answer_bits(task: Any, doc: dict, loglikelihoods: list[float]) -> float | No
     """
     target = task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "loglikelihood":
-        choices: list[Any] = []
-        answers = [str(target)]
+        choices: list[Any] = [target]
         right = [0]
     else:
         choices = task.doc_to_choice(doc)
-        answers = [f"{task.config.target_delimiter}{choice}" for choice in choices]
         right = target
         if task.multiple_input:  # choices are contexts of one answer; doc_to_text names the right
-            answers = [f"{task.config.target_delimiter}{target}"] * len(choices)
             right = task.doc_to_text(doc)
         if isinstance(right, int | str):
             right = [right]
     bits = []
     for choice in right:
         index = choices.index(choice) if isinstance(choice, str) and choice in choices else choice
-        if isinstance(index, int) and 0 <= index < len(answers) and answers[index]:
-            size = len(answers[index].encode())
-            bits.append(-loglikelihoods[index] / (math.log(2) * size))
+        if isinstance(index, int) and 0 <= index < len(choices):
+            nats = -loglikelihoods[index]
+            bits.append(nats / (math.log(2) * loglikelihoods[index].size))
     return min(bits, default=None)
 
 

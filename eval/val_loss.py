@@ -14,8 +14,9 @@ loss: mean of -log p(token) over the scored tokens, in nats. ± is its standard 
 which are taken as independent; windows of one document are not. With a single document it is the
 standard error over windows and says nothing about other documents.
 perplexity: e^loss.
-bits per byte: total nats / ln 2 / UTF-8 bytes of the scored tokens. An end-of-text token has no
-bytes, but its nats count. Only this measure compares across tokenizers.
+bits per byte: total nats / ln 2 / UTF-8 bytes of the scored text. An end-of-text token has no bytes,
+but its nats count. Only this measure compares across tokenizers. The bytes of a text file are its
+own; a prepared set's are those that its tokens decode to.
 
 Prints a table, and appends one line of JSON per row to runs/NAME/eval/step_…/val_loss.json.
 """
@@ -23,7 +24,7 @@ Prints a table, and appends one line of JSON per row to runs/NAME/eval/step_…/
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ from data.loader import fixed_windows, number_documents, spread_evenly
 from data.mixture import identify, list_sets, split_windows
 from data.readers import read_documents
 from data.sources import local_inputs
-from data.tokenizer import Tokenizer, token_bytes
+from data.tokenizer import FileTokenizer, Tokenizer, token_bytes
 from eval.scoring import Scorer, scoring_dtype
 from eval.trained import (
     Trained,
@@ -62,6 +63,7 @@ class Corpus(NamedTuple):
         windows: (W, 3) int64, rows (start, stop, first). The model reads tokens start to stop - 1;
             its predictions of tokens first + 1 to stop are scored.
         documents: (W,) equal numbers for windows of one document.
+        sizes: (n,) int64, UTF-8 bytes of the text of each token, if the text is at hand.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Corpus(NamedTuple):
     windows: np.ndarray
     documents: np.ndarray
     split: str | None = None  # None: a text file
+    sizes: np.ndarray | None = None
 
 
 class Result(NamedTuple):
@@ -137,7 +140,11 @@ def open_text(
 
     Raises DataError if it cannot be read, or holds fewer than two tokens.
     """
-    documents = tokenize_documents(path, tokenizer)
+    documents = []
+    sizes = []
+    for ids, sizes_of_document in tokenize_documents(path, tokenizer):
+        documents.append(ids)
+        sizes.append(sizes_of_document)
     count = sum(len(document) - 1 for document in documents)
     if count < 2:
         raise DataError(f"{path}: {count} token(s), expected at least 2; give more text")
@@ -154,25 +161,76 @@ def open_text(
     count = int(min(args.windows or math.inf, len(windows)))
     chosen = np.arange(count) if args.stride else spread_evenly(len(windows), count)
     tokens = Tokens([np.concatenate(documents)], str(path), vocab_size=tokenizer.vocab_size)
-    return Corpus(str(path), tokens, windows[chosen], np.concatenate(numbers)[chosen])
+    numbers_of_windows = np.concatenate(numbers)[chosen]
+    return Corpus(
+        str(path), tokens, windows[chosen], numbers_of_windows, sizes=np.concatenate(sizes)
+    )
 
 
-def tokenize_documents(path: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Tokenize the documents of a text file, each after an end-of-text token.
+def tokenize_documents(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the ids of each document of a text file after an end-of-text token, and their bytes.
 
     Empty documents are left out, as in preparation. Raises DataError.
     """
     encoder = Encoder(tokenizer, 0, TEXT_FIELD)
-    documents = []
+    counter = ByteCounter(tokenizer)
     for raw in read_documents(local_inputs([path])[0], TEXT_FIELD):
         try:
             text = encoder.text(raw) or ""
         except ValueError as error:
             raise DataError(f"{raw.where} {error}") from error
         if text.strip():
-            ids = tokenizer.encode_batch([text])[0]
-            documents.append(np.append(np.uint16(tokenizer.eot), ids))
-    return documents
+            ids, sizes = counter.measure_text(text)
+            yield np.append(np.uint16(tokenizer.eot), ids), np.append(0, sizes)
+
+
+class ByteCounter:
+    """Counts the UTF-8 bytes of the text that tokens stand for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        # bytes by id, (vocab_size + 1,); None if they depend on the tokens around
+        self.lengths: np.ndarray | None = None
+        if not isinstance(tokenizer, FileTokenizer) or tokenizer.byte_level:
+            lengths = [len(token) for token in token_bytes(tokenizer)]
+            self.lengths = np.array([*lengths, 0])  # the last token, end-of-text, has no bytes
+        # some tokenizers put a space before each document
+        self.adds_space = tokenizer.decode(tokenizer.encode("a")).startswith(" ")
+
+    def measure_text(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text, and the bytes of the text that each stands for, (n,) both."""
+        if isinstance(self.tokenizer, FileTokenizer):
+            return self.tokenizer.measure_tokens(text)
+        assert self.lengths is not None
+        ids = self.tokenizer.encode_batch([text])[0]
+        return ids, self.lengths[ids]
+
+    def count(self, ids: np.ndarray, first: int) -> int:
+        """Bytes of ids[first:] of a set, (n,), where first >= 1: after the tokens before them."""
+        eot = self.tokenizer.eot
+        starts = first + np.flatnonzero((ids[first - 1 : -1] == eot) & (ids[first:] != eot))
+        if self.lengths is not None:
+            return int(self.lengths[ids[first:]].sum()) - self.adds_space * len(starts)
+        size = 0
+        ends = first + np.flatnonzero(ids[first:] == eot)
+        start = first
+        for end in [*ends.tolist(), len(ids)]:
+            before = ids[start - 1 : start]
+            if before[0] == eot:
+                size += self._decoded_size(ids[start:end], is_start=True)
+            else:
+                both = self._decoded_size(np.append(before, ids[start:end]))
+                size += both - self._decoded_size(before)
+            start = end + 1
+        return size
+
+    def _decoded_size(self, ids: np.ndarray, is_start: bool = False) -> int:
+        unk = self.tokenizer.unk if isinstance(self.tokenizer, FileTokenizer) else None
+        text = self.tokenizer.decode(i for i in ids.tolist() if i != unk)
+        if is_start and self.adds_space:
+            text = text.removeprefix(" ")
+        broken = text.count("\ufffd")  # each is a byte of a character that is cut
+        return len(text.encode()) - 2 * broken
 
 
 def make_windows(count: int, block: int, stride: int) -> np.ndarray:
@@ -212,8 +270,8 @@ def find_corpus(
     )
 
 
-def score_corpus(scorer: Scorer, corpus: Corpus, lengths: np.ndarray) -> Result:
-    """Score a corpus; `lengths` (vocab_size,) int64 are the bytes of each token."""
+def score_corpus(scorer: Scorer, corpus: Corpus, counter: ByteCounter) -> Result:
+    """Score a corpus; `counter` knows the bytes of tokens."""
     nats = []
     size = 0
     windows = corpus.windows
@@ -223,7 +281,10 @@ def score_corpus(scorer: Scorer, corpus: Corpus, lengths: np.ndarray) -> Result:
             for start, stop, first in part.tolist():
                 ids = corpus.tokens.read(start, stop - start + 1)
                 split = first - start + 1
-                size += int(lengths[ids[split:]].sum())
+                if corpus.sizes is None:
+                    size += counter.count(ids, split)
+                else:
+                    size += int(corpus.sizes[first + 1 : stop + 1].sum())
                 pairs.append((ids[:split].tolist(), ids[split:].tolist()))
             nats += [-score.loglikelihood for score in scorer.score(pairs)]
             bar.update(len(part))
@@ -313,9 +374,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         corpora = open_own(trained, args)
     device = set_up_device(args)
     scorer = Scorer(trained.model.to(device), scoring_dtype(config, device))
-    lengths = [len(token) for token in token_bytes(tokenizer)]
-    lengths.append(0)  # the last token, end-of-text, has no bytes
-    results = [score_corpus(scorer, corpus, np.array(lengths)) for corpus in corpora]
+    counter = ByteCounter(tokenizer)
+    results = [score_corpus(scorer, corpus, counter) for corpus in corpora]
     print_results(trained, args, corpora, results)
     print(append_results(trained, args, corpora, results))
 

@@ -242,6 +242,44 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
         )
 
 
+ANSWERS = {"doc_to_choice": ["Oui", "Non, été"], "doc_to_target": "{{label}}"}
+SPECS = {
+    "newline": {"doc_to_text": "{{text}}\n\n"} | ANSWERS,
+    "none": {"doc_to_text": "{{text}}:"} | ANSWERS,
+    "spaces": {"output_type": "loglikelihood", "doc_to_text": "{{text}} \u00a0 "}
+    | {"doc_to_target": "{{text}}"},
+    "contexts": {"doc_to_text": "{{label}}", "doc_to_choice": ["Oui \n", "é"]}
+    | {"doc_to_target": "{{text}}"},
+}
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("spec", SPECS)
+def test_bits_per_byte_divide_by_the_bytes_that_hflm_scores(clients, tmp_path, spec):
+    """White space at a prompt's end is scored with the answer. With bytes as tokens, the harness'
+    own pairs of token lists have as many tokens as bytes are scored.
+    """
+    theirs, ours = clients
+    rows = [{"text": f"é{i}", "label": i % 2} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    body = {"task": spec, "dataset_path": "json", "test_split": "test", "target_delimiter": " "}
+    body["dataset_kwargs"] = {"data_files": {"test": str(tmp_path / "rows.jsonl")}}
+    body |= {"output_type": "multiple_choice", "metric_list": [{"metric": "acc"}]} | SPECS[spec]
+    (tmp_path / "spec.yaml").write_text(json.dumps(body))
+    manager = tasks.build_task_manager(RIGHT)
+    loaded = manager.load([str(tmp_path / "spec.yaml")])
+    samples = lm_eval.evaluate(theirs, loaded, log_samples=True)["samples"][spec]
+    wanted = []
+    for sample in samples:
+        right = 0 if spec == "spaces" else sample["doc"]["label"]
+        _, scored = theirs._encode_pair(*sample["arguments"][right])
+        wanted.append(-sample["resps"][right][0][0] / math.log(2) / len(scored))
+    loaded = manager.load([str(tmp_path / "spec.yaml")])
+    tasks.add_bits_per_byte(loaded["tasks"][spec])
+    got = tasks.score_task(spec, loaded, ours)[spec]["bits_per_byte"]
+    assert got == pytest.approx(sum(wanted) / 4, rel=1e-5)
+
+
 @pytest.fixture
 def evaluated(monkeypatch):
     """The tasks that are evaluated, each time; results are made up: accuracy 0.5 and the number of

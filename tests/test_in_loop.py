@@ -14,6 +14,7 @@ from test_downstream import DOCUMENTS, results, write_tasks
 import configure
 import train
 from eval import downstream, tasks
+from eval.harness import Loglikelihood
 from eval.in_loop import TaskScores
 from eval.scoring import Scorer
 from model import GPT
@@ -54,7 +55,14 @@ def test_bits_of_answers_that_are_several_or_none():
         )
         task.doc_to_target = lambda doc: target
         task.doc_to_choice = lambda doc: ["one", "three", "no"]
-        return tasks.answer_bits(task, {}, [-one * math.log(2) for one in likelihoods])
+        sizes = [len(" one"), len(" three"), len(" no")]
+        if kind == "loglikelihood":
+            sizes = [len(target.encode())]
+        scores = []
+        for bits, size in zip(likelihoods, sizes, strict=True):
+            scores.append(Loglikelihood(-bits * math.log(2)))
+            scores[-1].size = size
+        return tasks.answer_bits(task, {}, scores)
 
     assert bits([0, 1], 8, 6, 1) == pytest.approx(1)  # 6 bits for " three", 8 for " one"
     assert bits("no", 8, 6, 9) == pytest.approx(3) and bits(2, 8, 6, 9) == pytest.approx(3)

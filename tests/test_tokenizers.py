@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from data.readers import Input
 from data.round_trip import ALLOWED_SHARE, compare_text, measure_losses
 from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from data.verify import main as verify
+from eval.scoring import Score
+from eval.val_loss import ByteCounter, open_text, score_corpus
 
 pytest_plugins = ["corpora"]  # its fixtures
 END = "<|end|>"
@@ -318,6 +321,54 @@ def test_bytes_of_tokens_are_those_of_the_text(folders, kind):
         ids, sizes = own.measure_tokens(text)
         assert ids.tolist() == own.encode(text)
         assert (sizes >= 0).all() and sizes.sum() == len(text.encode())
+
+
+class NoModel:
+    """Scores nothing."""
+
+    def score(self, pairs):
+        return [Score(-1.0, True) for _ in pairs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stride", [None, 3])
+def test_bytes_of_a_text_file_are_its_own(folders, tmp_path, kind, stride):
+    own = load_tokenizer(str(folders[kind]))
+    texts = [*MIXED[:20], *LATIN[:9], " a\n"]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
+    trained = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(block_size=8)))
+    args = SimpleNamespace(stride=stride, windows=None)
+    corpus = open_text(tmp_path / "a.jsonl", trained, own, args)
+    result = score_corpus(NoModel(), corpus, ByteCounter(own))
+    assert result.bytes == sum(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "space at the start"])
+def test_bytes_of_windows_of_a_set(folders, kind):
+    """They sum to the bytes of the documents, or of what these decode to, however they are cut."""
+    if kind == "space at the start":
+        made = build("byte level")
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        own = FileTokenizer(kind, made.to_str().encode(), 1)
+    else:
+        own = load_tokenizer(str(folders[kind]))
+    counter = ByteCounter(own)
+    texts = [text for text in [*MIXED[:30], *LATIN[:20]] if own.unk not in own.encode(text)]
+    ids = [own.eot]
+    size = 0
+    for text in texts:
+        ids += [*own.encode(text), own.eot]
+        exact = kind not in ("WordPiece", "</w>", "no alphabet")
+        size += len(text.encode()) if exact else len(own.decode(own.encode(text)).encode())
+    ids = np.array(ids)
+    for window in (1, 2, 7, 64, len(ids)):
+        counted = 0
+        for first in range(1, len(ids), window):
+            start = max(0, first - 1)
+            counted += counter.count(ids[start : first + window], first - start)
+        if kind == "no alphabet" and window < len(ids):
+            continue  # its texts decode to broken characters, whose number depends on the cut
+        assert counted == size, (kind, window)
 
 
 def test_dropout_is_off(tmp_path):
