@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from numerics import assert_near, seeded, tolerance
-from runs import all_logits, meet_in, modules_in, start_ranks
+from runs import all_logits, column, meet_in, modules_in, start_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
@@ -34,6 +34,7 @@ from hf.tokenizer_files import find_merges, write_tokenizer
 from model import GPT, count_parameters
 from router import ROUTERS
 from runtime import folder
+from runtime.metrics import read_metrics
 
 TOKENIZER = ByteTokenizer()
 NEAR = tolerance(torch.float32, 32)
@@ -87,19 +88,23 @@ def logits_of(model, idx, start=None):
 
 def assert_same_model(own, theirs, use_cache=True):
     """Equal logits, of a batch and of every token generated from prompts of unequal length."""
-    own, theirs = own.double(), theirs.double().requires_grad_(False)
-    idx, start = random_ids(3, 32), torch.tensor([0, 5, 8])
+    own = own.double()
+    theirs = theirs.double().requires_grad_(False)
+    idx = random_ids(3, 32)
+    start = torch.tensor([0, 5, 8])
     assert_near(theirs(idx).logits, logits_of(own, idx), NEAR)
     mask = (torch.arange(9) >= start[:, None]).long()
     prompts = idx[:, :9].where(mask == 1, TOKENIZER.eot)
-    settings = {
-        "do_sample": False,
-        "max_new_tokens": 9,
-        "eos_token_id": None,
-        "use_cache": use_cache,
-    }
-    settings |= {"output_logits": True, "return_dict_in_generate": True}
-    output = theirs.generate(prompts, attention_mask=mask, **settings)
+    output = theirs.generate(
+        prompts,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=9,
+        eos_token_id=None,
+        use_cache=use_cache,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     wanted = logits_of(own, output.sequences, start)[:, 8:-1]
     assert_near(torch.stack(output.logits, dim=1), wanted, NEAR, "generated tokens")
     assert wanted.std() > 0.5 and output.sequences.max() < TOKENIZER.vocab_size
@@ -281,22 +286,11 @@ def test_layout_that_vllm_expects(exported):
     theirs, calls = load(out).double().requires_grad_(False), []
 
     def attend(module, query, key, value, mask, scaling, **settings):
-        calls.append(
-            (
-                module.layer_idx,
-                tuple(query.shape),
-                scaling,
-                mask,
-                settings["dropout"],
-                settings["probe"],
-            )
-        )
-        weights = (
-            (query @ key.mT * scaling)
-            .masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
-            .softmax(-1)
-        )
-        return (weights @ value).transpose(1, 2), None
+        said = settings["dropout"], settings["probe"]
+        calls.append((module.layer_idx, tuple(query.shape), scaling, mask, *said))
+        later = torch.ones(9, 9).triu(1).bool()
+        scores = (query @ key.mT * scaling).masked_fill(later, -torch.inf)
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
 
     idx = torch.arange(9)[None]
     wanted = theirs.model(idx).last_hidden_state
@@ -434,11 +428,7 @@ def test_export_and_check(run, tmp_path, call):
     }
     assert list(out.parent.iterdir()) == [out]
     card = (out / "README.md").read_text()
-    losses = [
-        line["val/loss"]
-        for line in map(json.loads, (run / "metrics.jsonl").open())
-        if "val/loss" in line
-    ]
+    losses = column(read_metrics(run / "metrics.jsonl"), "val/loss")
     for words in (
         f"| {losses[-1]:.4f} (step 4) |",
         "RouterSpec(phi='relu'",
@@ -470,8 +460,8 @@ def test_other_weights_behind_a_link(run, tmp_path, call):
         tensor.equal(wanted[name])
         for name, tensor in load_file(tmp_path / "out/model.safetensors").items()
     )
-    lines = map(json.loads, (run / "metrics.jsonl").open())
-    loss = next(line["val/loss"] for line in lines if line["step"] == 2 and "val/loss" in line)
+    early = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] == 2]
+    loss = column(early, "val/loss")[0]
     card = (tmp_path / "out/README.md").read_text()
     assert f"| {loss:.4f} (step 2) |" in card and "step 4" not in card
     call(export.main, run, tmp_path / "mean", "--average", 2, "--dtype", "bfloat16", "--check")

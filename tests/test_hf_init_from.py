@@ -30,8 +30,10 @@ GPT2 = {
     "n_layer": 2,
     "n_head": 2,
     "n_inner": 16,
+    "activation_function": "gelu",
+    "bos_token_id": 256,
+    "eos_token_id": 256,
 }
-GPT2 |= {"activation_function": "gelu", "bos_token_id": 256, "eos_token_id": 256}
 DENSE = ["model.router=dense", "model.bias=true"]  # the model that fits GPT2
 
 
@@ -170,8 +172,9 @@ MODERN = [
     "model.gated=true",
     "model.n_head=4",
     "model.n_kv_head=2",
+    "model.pos=rope",
+    "model.rope_base=500",
 ]
-MODERN += ["model.pos=rope", "model.rope_base=500"]
 EXPORTED = {
     "mixture": MOVED,
     "rope, untied": ["model.router=softmax", "model.pos=rope", "model.tie_embeddings=false"],
@@ -251,11 +254,19 @@ def train_on_ranks(file, place, rank_1_place):
     rank = int(os.environ["RANK"])
     for parallel in ("ddp", "fsdp", "other"):
         meet_in(Path(f"{file}-{parallel}"))
-        given, way = (
-            (place, parallel) if parallel != "other" else ((place, rank_1_place)[rank], "auto")
-        )
-        overrides = [f"run.name={parallel}", f"train.init_from={given}", f"train.parallel={way}"]
-        overrides += ["train.micro_batch_size=4", "train.max_steps=1", "optim.warmup_steps=1"]
+        own_place = place
+        way = parallel
+        if parallel == "other":
+            own_place = (place, rank_1_place)[rank]
+            way = "auto"
+        overrides = [
+            f"run.name={parallel}",
+            f"train.init_from={own_place}",
+            f"train.parallel={way}",
+            "train.micro_batch_size=4",
+            "train.max_steps=1",
+            "optim.warmup_steps=1",
+        ]
         try:
             config = configure.load(file, [*MOVED, *overrides], 2)
             train.train(config, read_weights=train.find_reader(config))
@@ -286,10 +297,12 @@ def remedy(text):
 
 
 def test_all_overrides_for_a_gpt2_are_named_at_once(tiny, gpt2, tmp_path):
-    wrong = "router=dense n_layer=1 n_head=4 n_embd=16 block_size=40 tie_embeddings=false top_k=3 expert_hidden=9"
+    wrong = "router=dense n_layer=1 n_head=4 n_embd=16 block_size=40 tie_embeddings=false top_k=3 "
+    wrong += "expert_hidden=9"
     other = [f"model.{word}" for word in wrong.split()] + [f"train.init_from={gpt2}"]
     text = refused(tiny(*other))
-    right = "n_layer=2 n_head=2 n_embd=32 tie_embeddings=true top_k=1 expert_hidden=16 block_size=32 bias=true"
+    right = "n_layer=2 n_head=2 n_embd=32 tie_embeddings=true top_k=1 expert_hidden=16 "
+    right += "block_size=32 bias=true"
     assert remedy(text) == [f"--model.{word}" for word in right.split()]
     start(tiny(*other, *remedy(text)))
     assert remedy(refused(tiny("model.router=dense", f"train.init_from={gpt2}"))) == [
@@ -336,7 +349,8 @@ def test_damaged_files_are_refused(tiny, copy, canary):
 
 
 def test_place_without_weights_is_refused(tiny, source):
-    advice = "no such folder; from the Hugging Face hub: hf download openai-community/gpt2 --local-dir gpt2"
+    advice = "no such folder; from the Hugging Face hub: hf download openai-community/gpt2 "
+    advice += "--local-dir gpt2"
     assert refused(tiny("train.init_from=openai-community/gpt2")).endswith(advice)
     shard = sorted(checkpoints(source).glob("*/*.distcp"))[-1]
     os.truncate(shard, 1000)

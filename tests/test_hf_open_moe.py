@@ -35,15 +35,15 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "eos_token_id": 256,
-}
-SIZES |= {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
+    # padding would get no gradient
+    "pad_token_id": None,
+    "bos_token_id": 256,
+    "rms_norm_eps": 1e-4,
 }
-# padding would get no gradient
-SIZES |= {"pad_token_id": None, "bos_token_id": 256, "rms_norm_eps": 1e-4}
 THEIRS = {  # what else makes a small model of that class
     "olmoe": {"intermediate_size": 16, "num_experts": 8},
     "qwen3_moe": {
@@ -60,8 +60,6 @@ SHAPE = [
     "model.gated=true",
     "model.activation=silu",
     "model.n_head=4",
-]
-SHAPE += [
     "model.n_kv_head=2",
     "model.n_expert=8",
     "model.top_k=2",
@@ -270,8 +268,6 @@ VALUES = [
     "true",
     "",
     "gelu_new",
-]
-VALUES += [
     "silu",
     "default",
     "yarn",
@@ -280,8 +276,6 @@ VALUES += [
     ["full_attention", "sliding_attention"],
     {},
     {"a": 1},
-]
-VALUES += [
     {"rope_theta": 500.0, "rope_type": "default"},
     {"rope_type": "linear", "factor": 2.0},
     {"rope_theta": "1"},
@@ -293,8 +287,6 @@ KEYS = [
     "rope_theta",
     "head_dim",
     "quantization_config",
-]
-KEYS += [
     "partial_rotary_factor",
     "clip_qkv",
     "mlp_only_layers",
@@ -347,7 +339,7 @@ def find_settings(tiny, place, overrides):
 
 
 def assert_agreement(tiny, place, kind):
-    """Refused with a remedy in one line, or the logits of transformers, if that reads the folder."""
+    """Refused with a remedy in one line, or the logits of transformers if it reads the folder."""
     from transformers import AutoModelForCausalLM
 
     config, words = find_settings(tiny, place, OWN[kind])
@@ -370,15 +362,14 @@ def change_folder(kind, folders, draw):
     if draw(st.booleans()):
         key = draw(st.sampled_from(KEYS) | st.sampled_from(sorted(table)))
         return table | {key: draw(st.sampled_from(VALUES))}, state
-    name, harm = (
-        draw(st.sampled_from(sorted(state))),
-        draw(st.sampled_from([*HARMS, *DTYPES, *COPIES])),
-    )
+    name = draw(st.sampled_from(sorted(state)))
+    harm = draw(st.sampled_from([*HARMS, *DTYPES, *COPIES]))
+    weight = state[name]
     if harm in COPIES:
-        return table, state | {re.sub(harm, COPIES[harm], name, count=1): state[name].clone()}
-    return table, state | {
-        name: state[name].to(harm) if harm in DTYPES else HARMS[harm](state[name])
-    }
+        return table, state | {re.sub(harm, COPIES[harm], name, count=1): weight.clone()}
+    if harm in DTYPES:
+        return table, state | {name: weight.to(harm)}
+    return table, state | {name: HARMS[harm](weight)}
 
 
 @pytest.mark.numerics
@@ -388,10 +379,8 @@ def test_any_change_is_refused_or_computed(tiny, tmp_path, folders, examples):
     @given(st.data(), st.sampled_from(sorted(OWN)))
     def check(data, kind):
         table, state = change_folder(kind, folders, data.draw)
-        table, state = (
-            {key: value for key, value in part.items() if value is not GONE}
-            for part in (table, state)
-        )
+        table = {key: value for key, value in table.items() if value is not GONE}
+        state = {key: value for key, value in state.items() if value is not GONE}
         write_folder(tmp_path / "theirs", table, state)
         assert_agreement(tiny, tmp_path / "theirs", kind)
 
@@ -413,17 +402,13 @@ def folder(request, tmp_path_factory):
     """Byte-level pieces as OLMoE's, or words with ▁ and single bytes as Mixtral's; both add a token
     to each text.
     """
-    place, size = (
-        tmp_path_factory.mktemp("models") / "their-model",
-        {"vocab_size": 400, "special_tokens": SPECIAL},
-    )
+    place = tmp_path_factory.mktemp("models") / "their-model"
+    size = {"vocab_size": 400, "special_tokens": SPECIAL}
     place.mkdir()
     made = Tokenizer(models.BPE(byte_fallback=request.param == "words", unk_token=None))
     if request.param == "bytes":
-        made.pre_tokenizer, made.decoder = (
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-            decoders.ByteLevel(),
-        )
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
         size["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
     else:
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")

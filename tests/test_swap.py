@@ -1,4 +1,4 @@
-"""hf/match_gates.py and hf/upcycle.py: another router for a mixture; a mixture from a dense model."""
+"""hf/match_gates.py and hf/upcycle.py: another router for a mixture; mixtures of dense models."""
 
 import re
 
@@ -27,17 +27,22 @@ ONCE = ["train.max_steps=1", "optim.warmup_steps=0", "optim.lr=1e-9", "eval.inte
 
 @pytest.fixture(scope="module")
 def source(module_tiny):
-    """A run of softmax whose z-loss has moved all logits, W having a part that is common to all
-    experts.
-    """
-    moved = ["train.z_loss_coef=0.01", "train.balance_loss_coef=0.1", "optim.lr=5e-3"]
-    moved += ["train.max_steps=150", "eval.interval=150"]
-    run(config := module_tiny("run.name=source", "model.router=softmax", *moved))
+    """A run of softmax. Its z-loss has moved all logits: W has a part common to all experts."""
+    config = module_tiny(
+        "run.name=source",
+        "model.router=softmax",
+        "train.z_loss_coef=0.01",
+        "train.balance_loss_coef=0.1",
+        "optim.lr=5e-3",
+        "train.max_steps=150",
+        "eval.interval=150",
+    )
+    run(config)
     return config
 
 
 def swapped(make, source, router, *more):
-    """The Config of a run that begins with the weights of `source` and another router."""
+    """The Config of a run that starts with the weights of `source` and another router."""
     return make(
         f"run.name={router}",
         f"train.init_from={path_of(source)}",
@@ -89,11 +94,10 @@ def test_centring_is_exact_for_softmax(module_tiny, source):
 @pytest.mark.parametrize("router", ["kern", "sigmoid", "tanh", "softmax-renorm"])
 def test_gates_get_the_norm_of_the_old_ones_by_layer(module_tiny, source, router, capsys):
     """By formula in fp64, on other text, for the inputs that the routers have in the old model."""
-    lines = run(swapped(module_tiny, source, router))
-    old, new = (
-        load_model(path_of(config)).model
-        for config in (source, swapped(module_tiny, source, router))
-    )
+    config = swapped(module_tiny, source, router)
+    first = run(config)[0]
+    old = load_model(path_of(source)).model
+    new = load_model(path_of(config)).model
     for before, block in zip(record_routing(old, next(texts(source))), new.blocks, strict=True):
         s = before.logits.double()
         s = s - s.mean(1, keepdim=True) * (router != "softmax-renorm")
@@ -102,20 +106,15 @@ def test_gates_get_the_norm_of_the_old_ones_by_layer(module_tiny, source, router
         assert norms[1] == pytest.approx(norms[0], rel=0.04)
     said = re.search(r"on training windows, (.*)\n", capsys.readouterr().out)[1]
     numbers = r"loss ([\d.]+), zero gates ([\d.]+)%, gate norm ([\d.]+)"
-    was, now = (
-        re.fullmatch(
-            rf"old router: {numbers}; {router}: {numbers}; its gates times .*\(.*\)", said
-        ),
-        lines[0],
-    )
-    *softmax, loss, zeros, norm = map(float, was.groups())
-    assert (
-        softmax[0] == pytest.approx(column(metrics(source), "val/loss")[-1], abs=0.1)
-        and softmax[1] == 0
-    )
+    line = rf"old router: {numbers}; {router}: {numbers}; its gates times .*\(.*\)"
+    matched = re.fullmatch(line, said)
+    old_loss, old_zeros, _, loss, zeros, norm = (float(number) for number in matched.groups())
+    assert old_loss == pytest.approx(column(metrics(source), "val/loss")[-1], abs=0.1)
+    assert old_zeros == 0
     # of other text
-    assert (loss, norm) == pytest.approx((now["val/loss"], now["val/gate_norm"]), rel=0.05)
-    assert zeros == pytest.approx(100 * now["val/zero_gates"], abs=2)
+    assert loss == pytest.approx(first["val/loss"], rel=0.05)
+    assert norm == pytest.approx(first["val/gate_norm"], rel=0.05)
+    assert zeros == pytest.approx(100 * first["val/zero_gates"], abs=2)
 
 
 @pytest.mark.parametrize(
@@ -150,15 +149,13 @@ def test_the_scale_stays_in_runs_exports_and_classes_of_transformers(module_tiny
 
 @pytest.fixture(scope="module")
 def hashed(module_tiny, tmp_path_factory):
-    """A model of softmax with a hash layer, and its export with another table than a new one would
-    be.
-    """
-    run(
-        config := module_tiny(
-            "run.name=hashed", "model.router=softmax", "model.n_hash_layer=1", "optim.lr=1e-2"
-        )
+    """A model of softmax with a hash layer, and its export, with another table than by default."""
+    config = module_tiny(
+        "run.name=hashed", "model.router=softmax", "model.n_hash_layer=1", "optim.lr=1e-2"
     )
-    place, model = tmp_path_factory.mktemp("hashed") / "out", load_model(path_of(config)).model
+    run(config)
+    place = tmp_path_factory.mktemp("hashed") / "out"
+    model = load_model(path_of(config)).model
     assert export.main([str(path_of(config)), str(place)]) == 0
     table = model.blocks[0].mlp.router.hash_table
     table.copy_((table + torch.arange(257)[:, None]) % 8)
@@ -173,10 +170,13 @@ def hashed(module_tiny, tmp_path_factory):
 def test_hash_layers_keep_their_table_and_the_norm_of_their_gates(
     module_tiny, source, hashed, n_hash, capsys
 ):
-    (place, old), (x, _) = hashed, texts(source)
+    place, old = hashed
+    x, _ = texts(source)
     more = ["model.router=kern", f"model.n_hash_layer={n_hash}", f"run.name=hash-{n_hash}", *ONCE]
-    run(config := module_tiny(f"train.init_from={place}", *more))
-    said, new = capsys.readouterr().out, load_model(path_of(config)).model
+    config = module_tiny(f"train.init_from={place}", *more)
+    run(config)
+    said = capsys.readouterr().out
+    new = load_model(path_of(config)).model
     assert (f"n_hash_layer changes from 1 to {n_hash}" in said) == (n_hash != 1)
     tables = [old.blocks[0].mlp.router.hash_table, hash_table(257, 8, 2, seed=1)]
     assert not tables[0].equal(hash_table(257, 8, 2, seed=0))
@@ -247,7 +247,8 @@ def train_dense(tiny, *more):
 
     Returns its folder and last loss.
     """
-    lines = run(config := tiny("run.name=dense", "model.router=dense", "eval.windows=4", *more))
+    config = tiny("run.name=dense", "model.router=dense", "eval.windows=4", *more)
+    lines = run(config)
     return path_of(config), column(lines, "val/loss")[-1]
 
 
@@ -282,11 +283,10 @@ def test_losses_of_another_function_are_printed(tiny, capsys):
         f"train.init_from={place}",
     )
     loss = column(run(config), "val/loss")[0]
-    words = f"4 copies of its MLP's 2 slices, loss on 4 validation windows {last:.5f} -> {loss:.5f}, because the sum"
-    assert (
-        f"{words} of a token's kern gates varies" in capsys.readouterr().out
-        and abs(loss - last) > 1e-4
-    )
+    printed = capsys.readouterr().out
+    words = f"loss on 4 validation windows {last:.5f} -> {loss:.5f}, because the sum of a token's "
+    assert f"4 copies of its MLP's 2 slices, {words}kern gates varies" in printed
+    assert abs(loss - last) > 1e-4
     mine = start(config)[0].state_dict()[LAST_BLOCK + "w_out"][5]  # (H, C)
     theirs = load_model(place).model.state_dict()["blocks.1.mlp.w_out.weight"].mT[8:]
     # Two of each logit: the sum of the largest is as often there, and the norm √2 as large.
