@@ -70,7 +70,7 @@ def count_step_loads(state: TrainState, micro_batches: list[Batch]) -> Tensor:
     """Loads (L, E) of a step over all ranks, from a forward pass without gradients.
 
     The loads of the previous step would be free, but with them the balance loss chases loads that
-    it has just moved, and does not balance a small model at a high rate (docs/LOG.md). Dropout
+    it has just moved, and does not balance a small model at a high rate (docs/LOG-1.md). Dropout
     draws the same numbers in the training pass.
     """
     cuda = [state.compute.device] if state.compute.device.type == "cuda" else []
