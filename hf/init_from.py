@@ -34,6 +34,12 @@ from model import GPT
 from router import Router, find_spec
 from runtime import RankError, RunError, distributed, folder
 
+NANOGPT_FILE = "ckpt.pt"
+NANOGPT_REMEDY = (
+    "nanoGPT's ckpt.pt is a pickle, which can run code when it is read, so it is not read here; "
+    "write its model with transformers (GPT2LMHeadModel, save_pretrained; nanoGPT's from_pretrained "
+    "shows which matrices are transposed) and give that folder"
+)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -242,6 +248,8 @@ def _meta_state(model: Model) -> dict[str, Tensor]:
 
 def _read_folder(place: Path, model: Model, data: Path) -> Source:
     """The model in `place`, of any kind, for a run of `model` on the data set `data`."""
+    if place.name == NANOGPT_FILE or (place / NANOGPT_FILE).is_file():
+        raise RunError(NANOGPT_REMEDY)
     if not place.is_dir():
         command = f"hf download {place} --local-dir {place.name}"
         raise RunError(f"no such folder; from the Hugging Face hub: {command}")

@@ -1,4 +1,4 @@
-"""data/: tokenizer.json of every kind against AutoTokenizer, and what a tokenizer loses."""
+"""What people bring: tokenizer.json of every kind against AutoTokenizer, and what one loses."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from data import DataError
 from data.bins import open_tokenizer, open_tokens, read_meta
@@ -28,6 +28,10 @@ from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from data.verify import main as verify
 from eval.scoring import Score
 from eval.val_loss import ByteCounter, open_text, score_corpus
+from hf.formats import FORMATS
+from hf.init_from import read_initial_weights
+from hf.tokenizer_files import write_tokenizer
+from runtime import RunError, check_is_run
 
 pytest_plugins = ["corpora"]  # its fixtures
 END = "<|end|>"
@@ -390,3 +394,52 @@ def test_sets_open_with_the_same_ids(run, folders, tmp_path):
         np.count_nonzero(ids == own.eot)
         == read_meta(tmp_path / "out/text").splits["train"].documents
     )
+
+
+# what leaves, and other projects' folders
+def test_an_export_has_a_tokenizer_that_neither_cuts_nor_pads(folders, tmp_path, capsys):
+    own = load_tokenizer(str(folders["truncation"]))
+    write_tokenizer(own, tmp_path, 32)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in [*MIXED[:50], "  ä\n\n 日本 🙂"]:
+        assert theirs(text)["input_ids"] == plain.encode(text).ids == own.encode(text)
+    ids = theirs(f"a {END} b", split_special_tokens=True)["input_ids"]
+    assert ids == own.encode(f"a {END} b") and "note: " not in capsys.readouterr().out
+
+
+def test_an_export_says_what_transformers_reads_otherwise(folders, tmp_path, capsys, monkeypatch):
+    """A Unigram model finds the token's name in its vocabulary, data.prepare does not."""
+    own = load_tokenizer(str(folders["Unigram"]))
+    write_tokenizer(own, tmp_path, 32)
+    assert f"note: transformers always reads {END} in a text" in capsys.readouterr().out
+    monkeypatch.setattr(own, "encode", lambda text: [0])
+    with pytest.raises(RunError, match="gives other ids than the run's data have"):
+        write_tokenizer(own, tmp_path, 32)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "qwen3_moe"])
+def test_rope_scaling_of_type_default_is_none(name):
+    """transformers reads it as its default, with the base that it may hold."""
+    settings = json.loads(AutoConfig.for_model(name, num_experts_per_tok=2).to_json_string())
+    settings.pop("rope_parameters")
+    form = FORMATS[name]
+    wanted = form.read_config(settings | {"rope_theta": 500.0})
+    for key in ("type", "rope_type"):
+        scaling = {"rope_scaling": {key: "default"}, "rope_theta": 500.0}
+        assert form.read_config(settings | scaling) == wanted
+    inner = {"rope_scaling": {"rope_type": "default", "rope_theta": 500.0}}
+    assert form.read_config(settings | inner) == wanted
+    assert AutoConfig.for_model(name, **inner).rope_parameters["rope_theta"] == 500.0
+    with pytest.raises(RunError, match="rope_scaling is"):
+        form.read_config(settings | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+
+
+def test_a_folder_of_nanogpt_is_called_so(tmp_path, tiny):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/ckpt.pt").write_bytes(b"PK")
+    for place in (tmp_path / "out", tmp_path / "out/ckpt.pt"):
+        with pytest.raises(RunError, match="nanoGPT's ckpt.pt is a pickle"):
+            read_initial_weights(tiny(f"train.init_from={place}"))
+    with pytest.raises(RunError, match="a folder of nanoGPT, whose ckpt.pt"):
+        check_is_run(tmp_path / "out")
