@@ -11,10 +11,8 @@ before the last. Exit code 1 if a count rose; the new places of that kind are th
 import ast
 import subprocess
 import sys
-import tarfile
 import tempfile
-from collections.abc import Iterator
-from io import BytesIO
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from common.command import build_parser
@@ -41,19 +39,18 @@ def find_base() -> str:
     return ""
 
 
-def find_places(root: Path) -> dict[str, list[str]]:
-    """Places of each kind in the Python files under `root`, as `FILE: line of code`."""
+def find_places(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
+    """Places of each kind in the files `names` below `root`, as `FILE: line of code`."""
     places: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for file in sorted(root.rglob("*.py")):
-        name = file.relative_to(root)
-        text = file.read_text(encoding="utf-8")
+    for name in names:
+        text = (root / name).read_text(encoding="utf-8")
         lines = text.split("\n")
         for line in lines:
             if line.endswith("# fmt: skip"):
                 places["fmt: skip"].append(f"{name}: {line.strip()}")
         for kind, node in find_packed_nodes(ast.parse(text)):
             places[kind].append(f"{name}: {lines[node.lineno - 1].strip()}")
-    places["complex function"] = find_complex_functions(root)
+    places["complex function"] = find_complex_functions(root, names)
     return places
 
 
@@ -72,35 +69,18 @@ def contains_comprehension(node: ast.AST) -> bool:
     return any(isinstance(child, COMPREHENSIONS) for child in inner)
 
 
-def find_complex_functions(root: Path) -> list[str]:
-    """Functions of more than 10 branches by ruff's C901, as `FILE: message`."""
+def find_complex_functions(root: Path, names: Iterable[str]) -> list[str]:
+    """Functions of more than 10 branches in these files by ruff's C901, as `FILE: message`."""
     command = ["ruff", "check", "--isolated", "--no-cache", "--output-format", "concise"]
-    output = subprocess.run([*command, *COMPLEXITY, "."], cwd=root, capture_output=True, text=True)
+    output = subprocess.run(
+        [*command, *COMPLEXITY, *names], cwd=root, capture_output=True, text=True
+    )
     places = []
     for line in output.stdout.splitlines():
         if "C901" in line:
             file, _, message = line.partition(":")
             places.append(f"{file}: {message.partition('C901 ')[2]}")
     return places
-
-
-def extract(commit: str, folder: Path) -> Path:
-    """Write the Python files of `commit` under `folder`."""
-    archive = run_git("archive", commit)
-    with tarfile.open(fileobj=BytesIO(archive)) as files:
-        members = [member for member in files if member.name.endswith(".py")]
-        files.extractall(folder, members, filter="data")
-    return folder
-
-
-def copy_working_tree(folder: Path) -> Path:
-    """Copy the Python files that git tracks or would add under `folder`."""
-    for name in run_git("ls-files", "--cached", "--others", "--exclude-standard").decode().split():
-        if name.endswith(".py") and Path(name).is_file():
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(Path(name).read_bytes())
-    return folder
 
 
 def main(argv: list[str]) -> int:
@@ -111,9 +91,12 @@ def main(argv: list[str]) -> int:
     if not base:
         print("no commit to compare with: nothing is checked (a shallow clone?)")
         return 0
-    with tempfile.TemporaryDirectory() as temporary:
-        before = find_places(extract(base, Path(temporary, "base")))
-        after = find_places(copy_working_tree(Path(temporary, "now")))
+    listed = run_git("ls-files", "--cached", "--others", "--exclude-standard", "*.py").decode()
+    after = find_places(Path(), [name for name in listed.splitlines() if Path(name).is_file()])
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["tar", "-x", "-C", folder], input=run_git("archive", base), check=True)
+        names = [str(file.relative_to(folder)) for file in sorted(Path(folder).rglob("*.py"))]
+        before = find_places(Path(folder), names)
     code = 0
     for kind in KINDS:
         print(f"{kind}: {len(before[kind])} at {base[:9]}, {len(after[kind])} now")
