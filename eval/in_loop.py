@@ -24,8 +24,8 @@ from runtime.signals import Stop
 
 
 @contextmanager
-def prefix_errors(key: str) -> Iterator[None]:
-    """Put the config key in front of a ValueError raised within, and make it a RunError.
+def prefix_errors() -> Iterator[None]:
+    """Put eval.tasks in front of a ValueError raised within, and make it a RunError.
 
     One rank per node reports a RankError: other nodes may have the documents.
     """
@@ -33,7 +33,7 @@ def prefix_errors(key: str) -> Iterator[None]:
         yield
     except ValueError as error:
         kind = RunError if distributed.local_rank() else RankError
-        raise kind(f"{key}: {error}") from error
+        raise kind(f"eval.tasks: {error}") from error
 
 
 def check_run_tasks(config: Config) -> tuple[Any, list[str], Path | None]:
@@ -47,7 +47,7 @@ def check_run_tasks(config: Config) -> tuple[Any, list[str], Path | None]:
     """
     names = config.eval.task_names
     folder = Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
-    with prefix_errors("eval.tasks"):
+    with prefix_errors():
         return check_tasks(names, folder), names, folder
 
 
@@ -64,7 +64,7 @@ class TaskScores:
         # Documents are mapped into memory from this folder; it is deleted when the run ends.
         self._scratch = tempfile.TemporaryDirectory()
         manager, names, folder = check_run_tasks(config)
-        with prefix_errors("eval.tasks"):
+        with prefix_errors():
             self.loaded = load_tasks(manager, names, folder, self._scratch.name)
 
     def __call__(

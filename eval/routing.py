@@ -37,7 +37,7 @@ from common.files import write_atomic
 from common.progress import progress_bar
 from common.text import Table, text_table
 from configure.schema import select_model_keys
-from data.loader import Validation, choose_validation, windows
+from data.loader import choose_validation, windows
 from data.tokenizer import Tokenizer
 from eval.generation import encode_prompt
 from eval.traces import read_trace, record_decisions, trace_windows, write_trace
@@ -304,31 +304,30 @@ def check_comparable(trained: Trained, other: Trained) -> None:
         raise ValueError(f"{names} have different tokenizers; name another run")
 
 
-def open_validation(trained: Trained, folders: Sequence[Path], count: int) -> Validation:
-    """Choose the `count` windows that training would validate on, of one set or of the mixture."""
-    config = trained.config
-    sets = [open_set(trained, folder, "val") for folder in folders]
-    weights = list(config.data.sets.values()) if len(sets) > 1 else [1.0]
-    return choose_validation(sets, config.model.block_size, count, config.eval.spread, weights)
-
-
 def read_validation(
     trained: Trained, args: argparse.Namespace
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Read the windows of --data and --windows: inputs and targets (W, T), and the set's name."""
+    """Read the windows of --data and --windows: inputs and targets (W, T), and the set's name.
+
+    They are those that training would validate on, of one set or of the mixture.
+    """
     config = trained.config
     folders = config.data.folders
+    weights = list(config.data.sets.values())
     if args.data:
         folder = Path(args.data)
         if not folder.is_dir():
             folder = Path(config.data.dir, args.data)
         folders = [folder]
+        weights = [1.0]
     name = str(folders[0])
     if len(folders) > 1:
         name = config.data.label
     count = WINDOWS if args.windows is None else args.windows
-    chosen = open_validation(trained, folders, count)
-    inputs, targets = windows(chosen.tokens, chosen.windows, config.model.block_size)
+    block_size = config.model.block_size
+    sets = [open_set(trained, folder, "val") for folder in folders]
+    chosen = choose_validation(sets, block_size, count, config.eval.spread, weights)
+    inputs, targets = windows(chosen.tokens, chosen.windows, block_size)
     return inputs, targets, name
 
 

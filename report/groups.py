@@ -138,15 +138,6 @@ class Group:
         most_shared = max(n_shared, default=0)
         return [other for other, n in zip(candidates, n_shared, strict=True) if n == most_shared]
 
-    def find_or_add_variant(self, router: str, options: dict[str, Any]) -> Variant:
-        """The variant with this router and these options; a new one if there is none."""
-        for variant in self.variants:
-            if variant.router == router and variant.options == options:
-                return variant
-        variant = Variant(router, options)
-        self.variants.append(variant)
-        return variant
-
 
 def group_runs(
     runs: Sequence[Run], key: str | None = None, unfinished: bool = False
@@ -244,13 +235,19 @@ def build_groups(
     group_keys = [other for other in SETTING_KEYS if other != key and other not in tied_keys]
     option_keys = [other for other in OPTION_KEYS if other != key]
     groups: dict[tuple, Group] = {}  # by their values of group_keys
+    variants: dict[tuple, Variant] = {}  # by these, their router and their values of option_keys
     notes = []
     for run in sorted(runs, key=lambda run: -max(run.evaluations)):
         values = run.values(group_keys)
         if values not in groups:
             groups[values] = Group("", dict(zip(group_keys, values, strict=True)), [], key)
-        options = dict(zip(option_keys, run.values(option_keys), strict=True))
-        variant = groups[values].find_or_add_variant(run.config.model.router, options)
+        router = run.config.model.router
+        option_values = run.values(option_keys)
+        variant = variants.get((values, router, option_values))
+        if variant is None:
+            variant = Variant(router, dict(zip(option_keys, option_values, strict=True)))
+            variants[values, router, option_values] = variant
+            groups[values].variants.append(variant)
         x = None if key is None else run.value(key)
         first = variant.runs_by_x.setdefault(x, {}).setdefault(run.seed, run)
         if first is not run:

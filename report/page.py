@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from common.text import plural
 from report import pictures, tables
-from report.blocks import Block, Bullets, Heading, Paragraph, Picture, write_page
+from report.blocks import Block, Bullets, Heading, Paragraph, Picture, Table, write_page
 from report.comparisons import MIN_SEEDS, Comparison, compare_group
 from report.groups import Group, group_runs
 from report.paper import read_paper_losses
@@ -81,7 +81,7 @@ def write_report(report: Report, folder: Path, before: Sequence[Block] = ()) -> 
             explanations.append(Paragraph(TEXT["equivalent"].format(margin=report.margin)))
         explanations += [
             Heading("Runs"),
-            tables.build_run_table(runs),
+            Table(list(tables.RUN_COLUMNS), [tables.summarize_run(run) for run in runs]),
             Paragraph(TEXT["runs"]),
         ]
     write_page(plural(len(runs), "run"), [*before, *blocks, *explanations], folder)

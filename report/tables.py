@@ -36,14 +36,6 @@ LOWER_IN_PAPER = {
 }
 
 
-def build_run_table(runs: Sequence[Run]) -> Table:
-    """Each run at its last evaluation."""
-    table = Table(list(RUN_COLUMNS))
-    for run in runs:
-        table.rows.append(summarize_run(run))
-    return table
-
-
 def summarize_run(run: Run) -> dict[str, str]:
     """RUN_COLUMNS of a run at its last evaluation; tokens/s is the median over the run."""
     from model import count_parameters  # imports torch

@@ -252,7 +252,9 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[Line]:
             problem = "is not a JSON object of numbers with step and tokens; remove that line"
             raise RunError(f"{path}, line {number} {problem}")
     for prefix in {prefix_of(name) for name in arrays}:
-        rows = read_arrays(path, prefix, [name for name in arrays if prefix_of(name) == prefix])
+        rows: dict[int, dict[str, np.ndarray]] = {}  # {step: {name: array}}
+        for file in list_arrays(path, prefix):
+            rows.update(load_arrays(file, arrays))
         for record in records:
             if LINES[prefix] in record:
                 for name, array in rows.get(record["step"], {}).items():
@@ -279,14 +281,6 @@ def list_arrays(path: str | Path, prefix: str = "*") -> list[Path]:
 def last_step_of(file: Path) -> int:
     """The last step in a file of arrays, from its name."""
     return int(file.stem[-8:])
-
-
-def read_arrays(path: Path, prefix: str, names: Sequence[str]) -> dict[int, dict[str, np.ndarray]]:
-    """{step: {name: array}} of the arrays `names` that the files of one prefix have."""
-    rows = {}
-    for file in list_arrays(path, prefix):
-        rows.update(load_arrays(file, names))
-    return rows
 
 
 def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndarray]]:
