@@ -146,8 +146,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str = "auto"
     chosen = choose_backend(backend, x.device, x.dtype)
     if chosen != "triton" or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
-    assert triton_linear is not None, "choose_backend ensures it"
-    if len(weight) > triton_linear.LARGEST:
+    assert triton_linear is not None and triton_experts is not None, "choose_backend ensures it"
+    fits = triton_experts.major(x.device) == triton_linear.CAPABILITY
+    if not fits or len(weight) > triton_linear.LARGEST:
         return F.linear(x, weight, bias)
     return triton_linear.multiply_by_weight(x.contiguous(), weight.contiguous(), bias)
 

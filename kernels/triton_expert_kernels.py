@@ -5,12 +5,12 @@ expert and cuts them into tiles, listed in `table`. The grid is as large as any 
 the host does not wait for the device. Masks end the tiles at an expert's last row. There are no
 atomics and no autotuning, so runs repeat bit for bit.
 
-    forward   up           hidden = x[token] @ w_in[e],  gated = gate · act(hidden)
-              rows         y = gated @ w_out[e]
+    forward   up           hidden = x[token] @ w_in[e],  activated = gate · act(hidden)
+              rows         y = activated @ w_out[e]
               combine      out[n] = Σ_k y[row of (n, k)]
     backward  down_grad    d_act = d_out[token] @ w_out[e]ᵀ,  d_gate = <d_act, act(hidden)>,
-                           d_hidden = gate · d_act · act'(hidden),  gated again
-              weight_grad  d_w_out[e] = gatedᵀ d_out[token],  d_w_in[e] = x[token]ᵀ d_hidden
+                           d_hidden = gate · d_act · act'(hidden),  activated again
+              weight_grad  d_w_out[e] = activatedᵀ d_out[token],  d_w_in[e] = x[token]ᵀ d_hidden
               rows         d_row = d_hidden @ w_in[e]ᵀ,  then combine
 
 Experts with a gate of their own (SwiGLU) have P = 2H pre-activations, of one product: act(a) · b. P
@@ -37,7 +37,7 @@ from kernels.triton_tiles import activation, dot, halves, load_tile, main_part, 
 @triton.jit
 def store_activations(
     hidden,
-    gated,
+    activated,
     part,
     up,
     row,
@@ -45,21 +45,23 @@ def store_activations(
     gate,
     inside,
     H: tl.constexpr,
-    GATED: tl.constexpr,
+    GLU: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Store pre-activations `part` (and `up`, if GATED), and gate · act(part) (· up), at rows `row`, columns `col`."""
-    P: tl.constexpr = 2 * H if GATED else H
+    """Store pre-activations `part` (and `up`, if GLU), and gate · act(part) (· up), at rows `row`, columns `col`."""
+    P: tl.constexpr = 2 * H if GLU else H
     place = row[:, None] * P + col[None, :]
     part = part.to(hidden.dtype.element_ty)
     tl.store(hidden + place, part, mask=inside)
     act, _ = activation(part.to(tl.float32), SILU)
     act *= gate
-    if GATED:
+    if GLU:
         up = up.to(hidden.dtype.element_ty)
         tl.store(hidden + place + H, up, mask=inside)
         act *= up.to(tl.float32)
-    tl.store(gated + row[:, None] * H + col[None, :], act.to(gated.dtype.element_ty), mask=inside)
+    tl.store(
+        activated + row[:, None] * H + col[None, :], act.to(activated.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -71,40 +73,40 @@ def up_kernel(
     order,
     table,
     hidden,
-    gated,
+    activated,
     C: tl.constexpr,
     H: tl.constexpr,
     TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
+    GLU: tl.constexpr,
     SILU: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Fill hidden (R, P) = x[token] @ w_in[e], rounded, and gated (R, H) = gate · act(hidden).
+    """Fill hidden (R, P) = x[token] @ w_in[e], rounded, and activated (R, H) = gate · act(hidden).
 
-    GATED experts have P = 2H pre-activations a and b, and gated = gate · act(a) · b: a tile has
-    COLS / 2 columns of each. DESCRIBED: w_in and w_rest are tensor descriptors of w_in as (E·C, P),
+    GLU experts have P = 2H pre-activations a and b, and activated = gate · act(a) · b: a tile has
+    COLS / 2 columns of each. USE_TMA: w_in and w_rest are tensor descriptors of w_in as (E·C, P),
     for a tile's two groups of columns.
 
     In all kernels, the programs of one tile of rows are neighbours, and so are an expert's tiles:
     programs that run at the same time read the same rows and weights from the L2.
     """
-    P: tl.constexpr = 2 * H if GATED else H
-    WIDTH: tl.constexpr = COLS // 2 if GATED else COLS
+    P: tl.constexpr = 2 * H if GLU else H
+    WIDTH: tl.constexpr = COLS // 2 if GLU else COLS
     MAIN: tl.constexpr = main_part(WIDTH)
-    REST: tl.constexpr = WIDTH if GATED else WIDTH - MAIN
+    REST: tl.constexpr = WIDTH if GLU else WIDTH - MAIN
     N_COL: tl.constexpr = (H + WIDTH - 1) // WIDTH
     EVEN: tl.constexpr = C % DEPTH == 0 and H % WIDTH == 0
     expert, first, end = read_tile(table, tl.program_id(0) // N_COL)
     if end == 0:
         return
     first_col = tl.program_id(0) % N_COL * WIDTH
-    rest_col = first_col + (H if GATED else MAIN)
+    rest_col = first_col + (H if GLU else MAIN)
     row = tl.arange(0, ROWS)
     token = (tl.load(order + tl.minimum(first + row, end - 1)) // TOP_K).to(tl.int64)
-    if DESCRIBED:
+    if USE_TMA:
         total, rest = tl.zeros((ROWS, MAIN), tl.float32), tl.zeros((ROWS, REST), tl.float32)
         a = x + token[:, None] * C + tl.arange(0, DEPTH)[None, :]
         for done in range(0, C, DEPTH):
@@ -122,20 +124,20 @@ def up_kernel(
     entry = tl.load(order + tl.minimum(first + row, end - 1))
     gate = tl.load(weights + entry).to(tl.float32)[:, None]
     hidden += first.to(tl.int64) * P
-    gated += first.to(tl.int64) * H
+    activated += first.to(tl.int64) * H
     parts = quarters(total)
-    ups = quarters(rest) if GATED else parts
+    ups = quarters(rest) if GLU else parts
     for i in tl.static_range(4):
         col = first_col + i * (MAIN // 4) + tl.arange(0, MAIN // 4)
         inside = (first + row < end)[:, None] & (col < H)[None, :]
-        store_activations(hidden, gated, parts[i], ups[i], row, col, gate, inside, H, GATED, SILU)
-    if REST > 0 and not GATED:
+        store_activations(hidden, activated, parts[i], ups[i], row, col, gate, inside, H, GLU, SILU)
+    if REST > 0 and not GLU:
         parts = halves(rest)
         for i in tl.static_range(2):
             col = rest_col + i * (REST // 2) + tl.arange(0, REST // 2)
             inside = (first + row < end)[:, None] & (col < H)[None, :]
             store_activations(
-                hidden, gated, parts[i], parts[i], row, col, gate, inside, H, GATED, SILU
+                hidden, activated, parts[i], parts[i], row, col, gate, inside, H, GLU, SILU
             )
 
 
@@ -233,24 +235,24 @@ def down_grad_kernel(
     table,
     hidden,
     d_hidden,
-    gated,
+    activated,
     d_gate,
     C: tl.constexpr,
     H: tl.constexpr,
     TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
+    GLU: tl.constexpr,
     SILU: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Fill d_hidden (R, P), gated (R, H) again, and d_gate, from d_act = d_out[token] @ w_out[e]ᵀ.
+    """Fill d_hidden (R, P), activated (R, H) again, and d_gate, from d_act = d_out[token] @ w_out[e]ᵀ.
 
-    d_hidden = gate · d_act · act'(hidden), of GATED experts gate · d_act · (b act'(a), act(a)).
+    d_hidden = gate · d_act · act'(hidden), of GLU experts gate · d_act · (b act'(a), act(a)).
     d_gate (R, column tiles) fp32 gets each tile's share of <d_act, act(hidden)>, in the order of
     the entries.
     """
-    P: tl.constexpr = 2 * H if GATED else H
+    P: tl.constexpr = 2 * H if GLU else H
     N_COL: tl.constexpr = (H + COLS - 1) // COLS
     EVEN: tl.constexpr = C % DEPTH == 0 and H % COLS == 0
     expert, first, end = read_tile(table, tl.program_id(0) // N_COL)
@@ -268,16 +270,16 @@ def down_grad_kernel(
     share = tl.zeros((ROWS,), tl.float32)
     parts = quarters(total)
     # a block must not take more than 128 registers of a thread
-    PARTS: tl.constexpr = 8 if GATED else 4
+    PARTS: tl.constexpr = 8 if GLU else 4
     for i in tl.static_range(PARTS):
-        d_act = halves(parts[i // 2])[i % 2] if GATED else parts[i]
+        d_act = halves(parts[i // 2])[i % 2] if GLU else parts[i]
         col = first_col + i * (COLS // PARTS) + tl.arange(0, COLS // PARTS)
         place = row[:, None] * P + col[None, :]
         inside = (row < end)[:, None] & (col < H)[None, :]
         act, slope = activation(
             tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32), SILU
         )
-        if GATED:
+        if GLU:
             up = tl.load(hidden + place + H, mask=inside, other=0.0).to(tl.float32)
             tl.store(
                 d_hidden + place + H,
@@ -289,13 +291,15 @@ def down_grad_kernel(
             share += tl.sum(d_act * act, 1)
             d_act *= gate
             act *= gate
-        d_pre = d_act * slope if GATED else gate * d_act * slope
-        again = act if GATED else gate * act
+        d_pre = d_act * slope if GLU else gate * d_act * slope
+        again = act if GLU else gate * act
         tl.store(d_hidden + place, d_pre.to(d_hidden.dtype.element_ty), mask=inside)
         tl.store(
-            gated + row[:, None] * H + col[None, :], again.to(gated.dtype.element_ty), mask=inside
+            activated + row[:, None] * H + col[None, :],
+            again.to(activated.dtype.element_ty),
+            mask=inside,
         )
-        if not GATED:  # last: it then takes fewer registers
+        if not GLU:  # last: it then takes fewer registers
             share += tl.sum(d_act * act, 1)
     tl.store(d_gate + entry.to(tl.int64) * N_COL + first_col // COLS, share, mask=row < end)
 

@@ -56,7 +56,7 @@ class Tile(NamedTuple):
 # 8.0: the tiles also fit the 99 KB of shared memory of 8.6, 8.9 and 12.0. 9.0: two blocks of `up`
 # and of `down_grad` fit on a multiprocessor, so that one's epilogue overlaps with the other's
 # products; the other kernels have a light epilogue and wide tiles, which need less L2 bandwidth: 96
-# FLOP per byte. `up_described`, `gated_described` and `rows_ahead` load weights by tensor
+# FLOP per byte. `up_tma`, `glu_tma` and `rows_ahead` load weights by tensor
 # descriptors; where those do not fit, `up` and `rows` take over.
 ROWS = 128  # of every tile
 TILES = {
@@ -68,8 +68,8 @@ TILES = {
     },
     9: {
         "up": Tile(ROWS, 128, 64, 8, 3),
-        "up_described": Tile(ROWS, 192, 32, 8, 5, 128),
-        "gated_described": Tile(ROWS, 256, 64, 8, 3),
+        "up_tma": Tile(ROWS, 192, 32, 8, 5, 128),
+        "glu_tma": Tile(ROWS, 256, 64, 8, 3),
         "rows": Tile(ROWS, 256, 64, 8, 3),
         "rows_ahead": Tile(ROWS, 384, 64, 8, 3),
         "down_grad": Tile(ROWS, 128, 64, 8, 3, 128),
@@ -89,8 +89,10 @@ def fit_tile(block: int, size: int) -> int:
 
     Widths are powers of two and, where `block` is one of them, one and a half times those.
     """
-    widths = [*(WIDTHS if block in WIDTHS[::2] else WIDTHS[1::2]), 16]
-    for width in (width for width in widths if width < block):
+    widths = WIDTHS if block in WIDTHS[::2] else WIDTHS[1::2]
+    for width in (*widths, 16):
+        if width >= block:
+            continue
         if divide_up(size, width) * width > 0.9 * divide_up(size, block) * block:
             break
         block = width
@@ -128,24 +130,41 @@ def tile_rows(like: Tensor, n_row: int | None = None, n_expert: int = 0) -> int:
     return rows
 
 
-def describe(
+def make_descriptors(
     matrix: Tensor, depth: int, widths: list[int], transposed: bool
 ) -> list[TensorDescriptor]:
-    """Describe matrix (rows, cols) by a block (depth, width), or transposed (width, depth), for each of `widths`.
+    """Make TMA descriptors of matrix (rows, cols) by blocks (depth, width), or transposed (width, depth).
 
     Returns:
-        Descriptors; none if there are no rows or they do not begin at multiples of 16 bytes.
+        One for each of `widths`; none if there are no rows or they do not start at multiples of 16
+        bytes.
     """
-    if not len(matrix) or matrix.data_ptr() % 16 or matrix.stride(0) * matrix.itemsize % 16:
+    row_bytes = matrix.stride(0) * matrix.itemsize
+    if len(matrix) == 0 or matrix.data_ptr() % 16 or row_bytes % 16:
         return []
-    blocks = [[width, depth] if transposed else [depth, width] for width in widths]
-    return [TensorDescriptor.from_tensor(matrix, block) for block in blocks]
+    descriptors = []
+    for width in widths:
+        block = [width, depth] if transposed else [depth, width]
+        descriptors.append(TensorDescriptor.from_tensor(matrix, block))
+    return descriptors
 
 
 def split_width(cols: int) -> list[int]:
-    """The widths of a tile's two parts; of a power of two, which has one part, that twice."""
+    """The widths of a tile's two parts; a power of two has one part, which is returned twice."""
     main = 1 << (cols.bit_length() - 1)
     return [main, cols - main or main]
+
+
+def make_up_descriptors(
+    w_in: Tensor, tile: Tile | None, C: int, glu: bool
+) -> list[TensorDescriptor]:
+    """Make descriptors of w_in (E, C, P) for both parts of `up_tma` or `glu_tma`; none where they do not fit."""
+    if tile is None or C % tile.depth != 0:
+        return []
+    widths = [tile.cols // 2, tile.cols // 2] if glu else split_width(tile.cols)
+    if not glu and sum(widths) != tile.cols:
+        return []
+    return make_descriptors(w_in.flatten(0, 1), tile.depth, widths, False)
 
 
 def multiply_up(
@@ -159,44 +178,102 @@ def multiply_up(
     silu: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the pre-activations (R, P) and gate · activations (R, H) of experts' up-projections, see up_kernel."""
-    (N, C), P, top_k = x.shape, w_in.shape[2], weights.shape[1]
-    gated = P == 2 * H
-    hidden, activated = (
-        torch.empty(N * top_k, width, dtype=x.dtype, device=x.device) for width in (P, H)
-    )
-    w_parts: list[Any] = []
-    if tile := pick_tile("gated_described" if gated else "up_described", x, rows, P, C):
-        widths = [tile.cols // 2] * 2 if gated else split_width(tile.cols)
-        if C % tile.depth == 0 and (gated or sum(widths) == tile.cols):
-            w_parts = describe(w_in.flatten(0, 1), tile.depth, widths, False)
-    described = len(w_parts) > 0 and N > 0
-    if not described:
-        tile, w_parts = pick_tile("up", x, rows, P, C), [w_in, w_in]
-    grid = (len(table) // 3 * divide_up(H, tile.cols // (1 + gated)),)
-    sides = C, H, top_k, gated, silu, described
-    up_kernel[grid](
-        x, *w_parts, weights, order, table, hidden, activated, *sides, *tile[:3], **tile.options
+    N, C = x.shape
+    P = w_in.shape[2]
+    top_k = weights.shape[1]
+    glu = P == 2 * H
+    hidden = torch.empty(N * top_k, P, dtype=x.dtype, device=x.device)
+    activated = torch.empty(N * top_k, H, dtype=x.dtype, device=x.device)
+    tile = pick_tile("glu_tma" if glu else "up_tma", x, rows, P, C)
+    w_parts: list[Any] = make_up_descriptors(w_in, tile, C, glu)
+    use_tma = len(w_parts) > 0 and N > 0
+    if not use_tma:
+        tile = pick_tile("up", x, rows, P, C)
+        w_parts = [w_in, w_in]
+    width = tile.cols // 2 if glu else tile.cols
+    n_tile = len(table) // 3
+    up_kernel[(n_tile * divide_up(H, width),)](
+        x,
+        w_parts[0],
+        w_parts[1],
+        weights,
+        order,
+        table,
+        hidden,
+        activated,
+        C=C,
+        H=H,
+        TOP_K=top_k,
+        GLU=glu,
+        SILU=silu,
+        USE_TMA=use_tma,
+        ROWS=tile.rows,
+        COLS=tile.cols,
+        DEPTH=tile.depth,
+        **tile.options,
     )
     return hidden, activated
 
 
 def multiply_rows(a: Tensor, b: Tensor, table: Tensor, rows: int, transposed: bool) -> Tensor:
     """Return a (R, in) @ b[e], (R, out), for b (E, in, out) or, transposed, (E, out, in)."""
-    (n_row, depth), cols, n_tile = a.shape, b.shape[1 if transposed else 2], len(table) // 3
+    n_row, depth = a.shape
+    cols = b.shape[1] if transposed else b.shape[2]
     out = torch.empty(n_row, cols, dtype=a.dtype, device=a.device)
     tile = pick_tile("rows_ahead", a, rows, cols, depth)
-    if tile and depth % tile.depth == 0:
-        ours = describe(a, tile.depth, [rows], True)
-        theirs = describe(b.flatten(0, 1), tile.depth, split_width(tile.cols), transposed)
-        if ours and theirs:
-            grid = (min(count_at_once(a.device), n_tile * divide_up(cols, tile.cols)),)
-            sides = n_tile, depth, cols, transposed, *tile[:3]
-            rows_ahead_kernel[grid](*ours, *theirs, table, out, *sides, **tile.options)
+    if tile is not None and depth % tile.depth == 0:
+        a_desc = make_descriptors(a, tile.depth, [rows], True)
+        b_widths = split_width(tile.cols)
+        b_desc = make_descriptors(b.flatten(0, 1), tile.depth, b_widths, transposed)
+        if a_desc and b_desc:
+            launch_rows_ahead(a_desc, b_desc, table, out, depth, transposed, tile)
             return out
     tile = pick_tile("rows", a, rows, cols, depth)
-    grid = (n_tile * divide_up(cols, tile.cols),)
-    rows_kernel[grid](a, b, table, out, depth, cols, transposed, *tile[:3], **tile.options)
+    n_tile = len(table) // 3
+    rows_kernel[(n_tile * divide_up(cols, tile.cols),)](
+        a,
+        b,
+        table,
+        out,
+        IN=depth,
+        OUT=cols,
+        TRANSPOSED=transposed,
+        ROWS=tile.rows,
+        COLS=tile.cols,
+        DEPTH=tile.depth,
+        **tile.options,
+    )
     return out
+
+
+def launch_rows_ahead(
+    a_desc: list[TensorDescriptor],
+    b_desc: list[TensorDescriptor],
+    table: Tensor,
+    out: Tensor,
+    depth: int,
+    transposed: bool,
+    tile: Tile,
+) -> None:
+    """Fill out (R, cols) by rows_ahead_kernel, as many programs as run at once."""
+    n_tile = len(table) // 3
+    cols = out.shape[1]
+    n_program = min(count_at_once(out.device), n_tile * divide_up(cols, tile.cols))
+    rows_ahead_kernel[(n_program,)](
+        a_desc[0],
+        b_desc[0],
+        b_desc[1],
+        table,
+        out,
+        N_TILE=n_tile,
+        IN=depth,
+        OUT=cols,
+        TRANSPOSED=transposed,
+        ROWS=tile.rows,
+        COLS=tile.cols,
+        DEPTH=tile.depth,
+        **tile.options,
+    )
 
 
 def combine(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
@@ -204,9 +281,9 @@ def combine(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
     C = rows.shape[1]
     N = len(inverse) // top_k
     out = torch.empty(N, C, dtype=rows.dtype, device=rows.device)
-    tile = (4, 256)  # a warp takes 256 columns of a token, 16 bytes per lane
-    combine_kernel[(divide_up(N, tile[0]) * divide_up(C, tile[1]),)](
-        rows, inverse, out, N, C, top_k, *tile
+    n_token, n_col = 4, 256  # a warp reads 256 columns of a token, 16 bytes per lane
+    combine_kernel[(divide_up(N, n_token) * divide_up(C, n_col),)](
+        rows, inverse, out, N, C=C, TOP_K=top_k, ROWS=n_token, COLS=n_col
     )
     return out
 
@@ -291,7 +368,7 @@ def count_groups(n_tile: int, at_once: int) -> int:
     return best
 
 
-Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+ForwardOutput = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # see `forward`
 
 
 def forward(
@@ -301,32 +378,35 @@ def forward(
     weights: Tensor,
     experts: Tensor,
     silu: bool,
-    copy_in: Tensor | None = None,
-    copy_out: Tensor | None = None,
-) -> Six:
+    half_in: Tensor | None = None,
+    half_out: Tensor | None = None,
+) -> ForwardOutput:
     """Compute the experts for contiguous inputs shaped as in expert_mlp.
 
-    copy_in and copy_out, if given, are w_in and w_out in x's dtype: they are multiplied, and w_in
+    half_in and half_out, if given, are w_in and w_out in x's dtype: they are multiplied, and w_in
     and w_out get gradients in their own dtype, which are not rounded to x's on the way.
 
     Returns:
         out (N, C), hidden (R, P) and the fields of a Schedule.
     """
-    w_in, w_out = w_in if copy_in is None else copy_in, w_out if copy_out is None else copy_out
-    (n_expert, H, _), rows = w_out.shape, tile_rows(x, experts.numel(), len(w_out))
+    if half_in is not None and half_out is not None:
+        w_in, w_out = half_in, half_out
+    n_expert, H, _ = w_out.shape
+    rows = tile_rows(x, experts.numel(), n_expert)
     with torch.cuda.device_of(x):
-        schedule = order, inverse, _, table = sort_rows(experts, n_expert, rows)
-        hidden, activated = multiply_up(x, w_in, H, weights, order, table, rows, silu)
-        out = combine(
-            multiply_rows(activated, w_out, table, rows, False), inverse, experts.shape[1]
-        )
+        schedule = sort_rows(experts, n_expert, rows)
+        table = schedule.table
+        hidden, activated = multiply_up(x, w_in, H, weights, schedule.order, table, rows, silu)
+        by_row = multiply_rows(activated, w_out, table, rows, False)  # (R, C)
+        out = combine(by_row, schedule.inverse, experts.shape[1])
     return out, hidden, *schedule
 
 
 def _fake_forward(
     x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, *others: Any
-) -> Six:
-    n_row, n_expert = experts.numel(), len(w_in)
+) -> ForwardOutput:
+    n_row = experts.numel()
+    n_expert = len(w_in)
     schedule = Schedule.empty(experts, n_expert, tile_rows(x, n_row, n_expert))
     return x.new_empty(x.shape), x.new_empty(n_row, w_in.shape[2]), *schedule
 
@@ -346,51 +426,62 @@ def backward(
     grad_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, w_in and w_out, both in grad_dtype, and weights."""
-    (N, top_k), (n_expert, H, C) = weights.shape, w_out.shape
-    d_out, rows = d_out.contiguous(), tile_rows(x, N * top_k, n_expert)
+    N, top_k = weights.shape
+    n_expert, H, C = w_out.shape
+    d_out = d_out.contiguous()
+    rows = tile_rows(x, N * top_k, n_expert)
+    schedule = Schedule(order, inverse, offsets, table)
     with torch.cuda.device_of(x):
-        d_hidden, activated = torch.empty_like(hidden), hidden.new_empty(N * top_k, H)
+        d_hidden = torch.empty_like(hidden)
+        activated = hidden.new_empty(N * top_k, H)
         tile = pick_tile("down_grad", x, rows, H, C)
         n_col = divide_up(H, tile.cols)
         d_gate = torch.empty(N, top_k, n_col, dtype=torch.float32, device=x.device)
-        sides = C, H, top_k, hidden.shape[1] == 2 * H, silu
-        down_grad_kernel[len(table) // 3 * n_col,](
-            *(
-                d_out,
-                w_out,
-                weights,
-                order,
-                table,
-                hidden,
-                d_hidden,
-                activated,
-                d_gate,
-                *sides,
-                *tile[:3],
-            ),
+        n_tile = len(table) // 3
+        down_grad_kernel[(n_tile * n_col,)](
+            d_out,
+            w_out,
+            weights,
+            order,
+            table,
+            hidden,
+            d_hidden,
+            activated,
+            d_gate,
+            C=C,
+            H=H,
+            TOP_K=top_k,
+            GLU=hidden.shape[1] == 2 * H,
+            SILU=silu,
+            ROWS=tile.rows,
+            COLS=tile.cols,
+            DEPTH=tile.depth,
             **tile.options,
         )
-        schedule = Schedule(order, inverse, offsets, table)
         d_w_out = weight_grad(activated, d_out, schedule, top_k, False, grad_dtype)
         del activated
         d_w_in = weight_grad(x, d_hidden, schedule, top_k, True, grad_dtype)
-        d_x = combine(multiply_rows(d_hidden, w_in, table, rows, True), inverse, top_k)
+        d_row = multiply_rows(d_hidden, w_in, table, rows, True)  # (R, C)
+        d_x = combine(d_row, inverse, top_k)
         return d_x, d_w_in, d_w_out, d_gate.sum(-1).to(weights.dtype)
 
 
 def _fake_backward(
     d_out: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    d_w_in, d_w_out = (w.new_empty(w.shape, dtype=others[-1]) for w in (w_in, w_out))
+    grad_dtype = others[-1]
+    d_w_in = w_in.new_empty(w_in.shape, dtype=grad_dtype)
+    d_w_out = w_out.new_empty(w_out.shape, dtype=grad_dtype)
     return x.new_empty(x.shape), d_w_in, d_w_out, weights.new_empty(weights.shape)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, w_in, w_out, weights, _, ctx.silu, copy_in, copy_out = inputs
+    x, w_in, w_out, weights, _, ctx.silu, half_in, half_out = inputs
     # of hidden and the indices, which are outputs only to be saved here
     ctx.set_materialize_grads(False)
     ctx.grad_dtype = w_in.dtype
-    w_in, w_out = w_in if copy_in is None else copy_in, w_out if copy_out is None else copy_out
+    if half_in is not None:
+        w_in, w_out = half_in, half_out
     ctx.save_for_backward(x, w_in, w_out, weights, *output[1:])
 
 
@@ -411,9 +502,9 @@ def expert_mlp(
     weights: Tensor,
     experts: Tensor,
     activation: str = "gelu",
-    copies: tuple[Tensor, Tensor] | None = None,
+    half_weights: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """See `kernels.expert_mlp`; the weights may have another dtype than x if there are copies in x's.
+    """See `kernels.expert_mlp`; the weights may have another dtype than x if half_weights have x's.
 
     Raises:
         ValueError: an expert's matrix has 2^31 elements or more, too many for its 32-bit offsets.
@@ -423,5 +514,8 @@ def expert_mlp(
             "an expert's matrix has 2^31 elements or more: set model.backend to 'torch'"
         )
     tensors = [t.contiguous() for t in (x, w_in, w_out, weights, experts)]
-    in_half = [t.contiguous() for t in copies] if copies else [None, None]
-    return compute_experts(*tensors, activation == "silu", *in_half)[0]
+    half_in = half_out = None
+    if half_weights is not None:
+        half_in = half_weights[0].contiguous()
+        half_out = half_weights[1].contiguous()
+    return compute_experts(*tensors, activation == "silu", half_in, half_out)[0]

@@ -11,7 +11,7 @@ N alone fixes: runs repeat bit for bit. Saved for the backward pass: x + y, whic
 keeps anyway.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,9 +38,23 @@ def standardize(x, used, C: tl.constexpr, eps, RMS: tl.constexpr):
 
 @triton.jit
 def add_norm_kernel(
-    x, y, weight, bias, total, normed, exact, N, eps, C: tl.constexpr, RMS: tl.constexpr, ADD: tl.constexpr,
-    BIAS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    weight,
+    bias,
+    total,
+    normed,
+    exact,
+    N,
+    eps,
+    C: tl.constexpr,
+    RMS: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Fill total (N, C) with x + y, normed with its norm and, if EXACT, exact with the same in another dtype."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -62,9 +76,24 @@ def add_norm_kernel(
 
 @triton.jit
 def add_norm_grad_kernel(
-    d_total, d_normed, d_exact, total, weight, d_x, d_y, sums, N, eps, C: tl.constexpr, RMS: tl.constexpr,
-    CAST: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    d_total,
+    d_normed,
+    d_exact,
+    total,
+    weight,
+    d_x,
+    d_y,
+    sums,
+    N,
+    eps,
+    C: tl.constexpr,
+    RMS: tl.constexpr,
+    CAST: tl.constexpr,
+    BIAS: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Fill d_x (N, C), if CAST also d_y with the same in another dtype, and a row of sums (1 + BIAS, programs, C)."""
     col = tl.arange(0, BLOCK)
     w = tl.load(weight + col, mask=col < C, other=0.0).to(tl.float32)[None, :]
@@ -97,39 +126,59 @@ def add_norm_grad_kernel(
         tl.store(sums + tl.num_programs(0) * C + col, tl.sum(bias_sum, 0), mask=col < C)
 
 
-def pick_tile(N: int, C: int) -> tuple[int, tuple[int, int], dict[str, int]]:
-    """(tiles, rows and columns of a tile, launch options)."""
+class Tile(NamedTuple):
+    """Rows and columns of a program's tile, and its warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+def pick_tile(N: int, C: int) -> Tile:
+    """Pick the tile of N tokens with C channels."""
     block = power_of_2(C)
     rows = min(max(ELEMENTS // block, 1), power_of_2(max(N, 1)))
-    return divide_up(N, rows), (rows, block), {"num_warps": min(max(rows * block // 256, 1), 16)}
+    warps = min(max(rows * block // 256, 1), 16)
+    return Tile(rows, block, warps)
 
 
 def forward(
-    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rms: bool, dtype: torch.dtype,
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    dtype: torch.dtype,
     exact: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return x + y, its norm in `dtype` and, if `exact`, in x's, else an empty tensor; inputs are contiguous."""
-    out = _fake_forward(x, y, weight, bias, eps, rms, dtype, exact)
+    total, normed, full = _fake_forward(x, y, weight, bias, eps, rms, dtype, exact)
     C = x.shape[-1]
     N = x.numel() // C
-    n_tile, tile, options = pick_tile(N, C)
+    tile = pick_tile(N, C)
+    n_tile = divide_up(N, tile.rows)
     with torch.cuda.device_of(x):
         add_norm_kernel[(max(n_tile, 1),)](
-            *(
-                x,
-                x if y is None else y,
-                weight,
-                weight if bias is None else bias,
-                *out,
-                N,
-                eps,
-                C,
-                rms,
-            ),
-            *(y is not None, bias is not None, exact, *tile),
-            **options,
+            x,
+            x if y is None else y,
+            weight,
+            weight if bias is None else bias,
+            total,
+            normed,
+            full,
+            N,
+            eps,
+            C=C,
+            RMS=rms,
+            ADD=y is not None,
+            BIAS=bias is not None,
+            EXACT=exact,
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            num_warps=tile.warps,
         )
-    return out
+    return total, normed, full
 
 
 def _fake_forward(
@@ -143,44 +192,60 @@ def _fake_forward(
 
 
 def backward(
-    d_total: Tensor, d_normed: Tensor, d_exact: Tensor, total: Tensor, weight: Tensor, eps: float, rms: bool,
-    y_dtype: torch.dtype, bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_total: Tensor,
+    d_normed: Tensor,
+    d_exact: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    eps: float,
+    rms: bool,
+    y_dtype: torch.dtype,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x; of y, empty if it has x's dtype; and of weight and any bias, (1 or 2, C)."""
-    C, exact = weight.numel(), d_exact.numel() > 0
+    C = weight.numel()
     N = total.numel() // C
     d_x, d_y, _ = _fake_backward(d_total, d_normed, d_exact, total, weight, eps, rms, y_dtype, bias)
-    n_tile, tile, options = pick_tile(N, C)
-    programs = max(min(n_tile, max(PROGRAMS * ELEMENTS // (tile[0] * tile[1]), 128)), 1)
-    sums = torch.empty(1 + bias, programs, C, dtype=torch.float32, device=d_x.device)
-    gradients = (d.contiguous() for d in (d_total, d_normed, d_exact))
+    tile = pick_tile(N, C)
+    n_tile = divide_up(N, tile.rows)
+    at_once = max(PROGRAMS * ELEMENTS // (tile.rows * tile.block), 128)
+    n_program = max(min(n_tile, at_once), 1)
+    sums = torch.empty(1 + bias, n_program, C, dtype=torch.float32, device=d_x.device)
     with torch.cuda.device_of(total):
-        add_norm_grad_kernel[(programs,)](
-            *(
-                *gradients,
-                total,
-                weight,
-                d_x,
-                d_y,
-                sums,
-                N,
-                eps,
-                C,
-                rms,
-                y_dtype != d_x.dtype,
-                bias,
-                exact,
-                *tile,
-            ),
-            **options,
+        add_norm_grad_kernel[(n_program,)](
+            d_total.contiguous(),
+            d_normed.contiguous(),
+            d_exact.contiguous(),
+            total,
+            weight,
+            d_x,
+            d_y,
+            sums,
+            N,
+            eps,
+            C=C,
+            RMS=rms,
+            CAST=y_dtype != d_x.dtype,
+            BIAS=bias,
+            EXACT=d_exact.numel() > 0,
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            num_warps=tile.warps,
         )
         return d_x, d_y, sums.sum(1).to(weight.dtype)
 
 
 def _fake_backward(
-    d_total: Tensor, d_normed: Any, d_exact: Any, total: Tensor, weight: Tensor, eps: Any, rms: Any,
-    y_dtype: torch.dtype, bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_total: Tensor,
+    d_normed: Any,
+    d_exact: Any,
+    total: Tensor,
+    weight: Tensor,
+    eps: Any,
+    rms: Any,
+    y_dtype: torch.dtype,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     d_x = total.new_empty(total.shape)
     d_y = d_x.new_empty(0 if y_dtype == d_x.dtype else d_x.shape, dtype=y_dtype)
     return d_x, d_y, weight.new_empty(1 + bias, weight.numel())
@@ -188,7 +253,8 @@ def _fake_backward(
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     x, y, weight, bias, ctx.eps, ctx.rms, *_ = inputs
-    ctx.y_dtype, ctx.bias = None if y is None else y.dtype, bias is not None
+    ctx.y_dtype = None if y is None else y.dtype
+    ctx.bias = bias is not None
     ctx.save_for_backward(output[0], weight)
 
 

@@ -13,7 +13,7 @@ atomics, so runs repeat
 bit for bit. Saved for the backward pass: logits and experts.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,9 +26,9 @@ from kernels.triton_tiles import divide_up, power_of_2
 PHIS = ("identity", "relu", "exp", "sqrtexp", "sigmoid", "tanh", "sqrtsoftplus")  # of router.PHI
 LARGEST = 512  # experts; a row of scores lies in the registers of one warp
 ELEMENTS = 1024  # of a program's tile, 8 in a thread
-# Left to itself, ptxas sometimes takes 64 registers and spills one. Fused with the product before
-# it, the sum of score and β would not be what router.py chooses by.
-OPTIONS = {"maxnreg": 128, "enable_fp_fusion": False}
+# Left to itself, ptxas sometimes uses 64 registers and spills one. `enable_fp_fusion` is off: fused
+# with the product before it, the sum of score and β would not be what router.py chooses by.
+REGISTERS = 128
 EPS = tl.constexpr(1e-8)  # as in router.py
 LOWEST = tl.constexpr(-(2**31))
 SCALARS = tl.constexpr(5)  # z-loss, entropy, zero gates, Σ g², Σ g
@@ -144,11 +144,29 @@ def find_tokens(T, PROGRAMS, ROWS: tl.constexpr):
 
 @triton.jit
 def route_kernel(
-    logits, selection_bias, c, gamma, weights, experts, scores, sums, T, PROGRAMS,
-    E: tl.constexpr, TOP_K: tl.constexpr, PRE_1: tl.constexpr, PHI_1: tl.constexpr, POST_1: tl.constexpr,
-    PRE_2: tl.constexpr, PHI_2: tl.constexpr, POST_2: tl.constexpr, GAMMA: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TOPS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    selection_bias,
+    c,
+    gamma,
+    weights,
+    experts,
+    scores,
+    sums,
+    T,
+    PROGRAMS,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PRE_1: tl.constexpr,
+    PHI_1: tl.constexpr,
+    POST_1: tl.constexpr,
+    PRE_2: tl.constexpr,
+    PHI_2: tl.constexpr,
+    POST_2: tl.constexpr,
+    GAMMA: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOPS: tl.constexpr,
+):
     """Fill weights, experts and scores, and a row of sums: of the distribution, of loads (E each), SCALARS others."""
     _, first, inside = find_tokens(T, PROGRAMS, ROWS)
     row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -202,9 +220,19 @@ def route_kernel(
 
 @triton.jit
 def route_sum_kernel(
-    sums, probability, loads, scalars, z_loss, B, T, PROGRAMS,
-    E: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    sums,
+    probability,
+    loads,
+    scalars,
+    z_loss,
+    B,
+    T,
+    PROGRAMS,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Program b < B: means of the distribution and loads of sequence b.
 
     Program B: the scalars, over all tokens.
@@ -243,11 +271,33 @@ def route_sum_kernel(
 
 @triton.jit
 def route_grad_kernel(
-    logits, experts, c, gamma, d_weights, d_probability, d_z_loss, d_logits, d_scale, T, PROGRAMS, N,
-    E: tl.constexpr, TOP_K: tl.constexpr, PRE_1: tl.constexpr, PHI_1: tl.constexpr, POST_1: tl.constexpr,
-    PRE_2: tl.constexpr, PHI_2: tl.constexpr, POST_2: tl.constexpr, GAMMA: tl.constexpr, GATES: tl.constexpr,
-    BALANCE: tl.constexpr, Z_LOSS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    experts,
+    c,
+    gamma,
+    d_weights,
+    d_probability,
+    d_z_loss,
+    d_logits,
+    d_scale,
+    T,
+    PROGRAMS,
+    N,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PRE_1: tl.constexpr,
+    PHI_1: tl.constexpr,
+    POST_1: tl.constexpr,
+    PRE_2: tl.constexpr,
+    PHI_2: tl.constexpr,
+    POST_2: tl.constexpr,
+    GAMMA: tl.constexpr,
+    GATES: tl.constexpr,
+    BALANCE: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Fill d_logits, and d_scale (of this program) with its part of the gradient of c · γ, divided by c."""
     sequence, first, inside = find_tokens(T, PROGRAMS, ROWS)
     row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -291,24 +341,38 @@ def route_grad_kernel(
     tl.store(d_logits + first * E + at, d_s, mask=stored)
 
 
-def stages(phi: str, pre: str, post: str) -> tuple[str, str, str, str, str, str]:
-    """(pre, φ, post) of the first stage, over all experts, and of the second, over the chosen ones."""
-    first, second = ("none", "identity", "none"), (pre[:2], phi, "none")
-    if not pre.endswith("topk"):
-        first, second = (
-            (pre[:2], phi, post[:2] if post.endswith("all") else "none"),
-            ("none", "identity", "none"),
-        )
-    if post.endswith("topk"):
-        second = (*second[:2], post[:2])
-    return tuple("none" if name == "no" else name for name in first + second)
+class Stage(NamedTuple):
+    """Norms before and after φ, "none", "l1" or "l2", and φ."""
+
+    pre: str = "none"
+    phi: str = "identity"
+    post: str = "none"
 
 
-def pick_tile(n_expert: int, T: int) -> tuple[int, int, int]:
-    """(programs per sequence, rows and columns of a program's tile) for T tokens per sequence."""
+def split_stages(phi: str, pre: str, post: str) -> tuple[Stage, Stage]:
+    """Split a formula into the stage over all experts and the stage over the chosen ones."""
+    norms = {"no": "none", "l1": "l1", "l2": "l2"}
+    before = norms[pre[:2]]
+    after = norms[post[:2]]
+    if pre.endswith("topk"):
+        return Stage(), Stage(before, phi, after if post.endswith("topk") else "none")
+    over_all = Stage(before, phi, after if post.endswith("all") else "none")
+    return over_all, Stage(post=after if post.endswith("topk") else "none")
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a program's tile, and the programs of a sequence."""
+
+    rows: int
+    block: int
+    n_program: int
+
+
+def pick_tile(n_expert: int, T: int) -> Tile:
+    """Pick the tile for sequences of T tokens."""
     block = power_of_2(n_expert)
     rows = min(max(ELEMENTS // block, 1), power_of_2(max(T, 1)))
-    return divide_up(T, rows), rows, block
+    return Tile(rows, block, divide_up(T, rows))
 
 
 def forward(
@@ -327,35 +391,55 @@ def forward(
     The z-loss is the first of the scalars once more, as a tensor of its own: a view would cost
     launches in the backward pass, and FSDP2 warns of views.
     """
-    E, T = logits.shape[1], len(logits) // n_sequence
-    out = weights, experts, scores, loads, probability, scalars, z_loss = _fake_forward(
-        logits, top_k, n_sequence
-    )
-    programs, *tile = pick_tile(E, T)
-    sums = torch.empty(
-        n_sequence * programs, 2 * E + SCALARS.value, dtype=torch.float32, device=logits.device
-    )
+    N, E = logits.shape
+    T = N // n_sequence
+    out = _fake_forward(logits, top_k, n_sequence)
+    weights, experts, scores, loads, probability, scalars, z_loss = out
+    tile = pick_tile(E, T)
+    n_program = n_sequence * tile.n_program
+    width = 2 * E + SCALARS.value
+    sums = torch.empty(n_program, width, dtype=torch.float32, device=logits.device)
+    first, second = split_stages(phi, pre, post)
     with torch.cuda.device_of(logits):
-        route_kernel[(len(sums),)](
-            *(
-                logits,
-                selection_bias,
-                c,
-                c if gamma is None else gamma,
-                weights,
-                experts,
-                scores,
-                sums,
-                T,
-                programs,
-            ),
-            *(E, top_k, *stages(phi, pre, post), gamma is not None, *tile),
-            power_of_2(top_k),
-            **OPTIONS,
+        route_kernel[(n_program,)](
+            logits,
+            selection_bias,
+            c,
+            c if gamma is None else gamma,
+            weights,
+            experts,
+            scores,
+            sums,
+            T,
+            tile.n_program,
+            E=E,
+            TOP_K=top_k,
+            PRE_1=first.pre,
+            PHI_1=first.phi,
+            POST_1=first.post,
+            PRE_2=second.pre,
+            PHI_2=second.phi,
+            POST_2=second.post,
+            GAMMA=gamma is not None,
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            TOPS=power_of_2(top_k),
+            maxnreg=REGISTERS,
+            enable_fp_fusion=False,
         )
         route_sum_kernel[(n_sequence + 1,)](
-            *(sums, probability, loads, scalars, z_loss, n_sequence, T, programs, E, top_k),
-            *(max(16, 2048 // tile[1]), tile[1]),
+            sums,
+            probability,
+            loads,
+            scalars,
+            z_loss,
+            n_sequence,
+            T,
+            tile.n_program,
+            E=E,
+            TOP_K=top_k,
+            ROWS=max(16, 2048 // tile.block),
+            BLOCK=tile.block,
         )
     return out
 
@@ -384,22 +468,45 @@ def backward(
     d_z_loss: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of logits (N, E) and of γ (1,), 0 if there is none."""
-    (N, E), T, top_k = logits.shape, len(logits) // n_sequence, experts.shape[1]
-    programs, *tile = pick_tile(E, T)
+    N, E = logits.shape
+    T = N // n_sequence
+    tile = pick_tile(E, T)
+    n_program = n_sequence * tile.n_program
     d_logits = torch.empty_like(logits)
     has_gamma = gamma is not None and d_weights is not None
-    d_scale = torch.empty(
-        n_sequence * programs if has_gamma else 0, dtype=torch.float32, device=logits.device
-    )
-    gradients = (d_weights, d_probability, d_z_loss)
+    n_scale = n_program if has_gamma else 0
+    d_scale = torch.empty(n_scale, dtype=torch.float32, device=logits.device)
+    first, second = split_stages(phi, pre, post)
     with torch.cuda.device_of(logits):
-        route_grad_kernel[(n_sequence * programs,)](
-            *(logits, experts, c, c if gamma is None else gamma),
-            *(c if d is None else d.contiguous() for d in gradients),
-            *(d_logits, d_scale, T, programs, N, E, top_k, *stages(phi, pre, post), has_gamma),
-            *(d is not None for d in gradients),
-            *tile,
-            **OPTIONS,
+        route_grad_kernel[(n_program,)](
+            logits,
+            experts,
+            c,
+            c if gamma is None else gamma,
+            c if d_weights is None else d_weights.contiguous(),
+            c if d_probability is None else d_probability.contiguous(),
+            c if d_z_loss is None else d_z_loss.contiguous(),
+            d_logits,
+            d_scale,
+            T,
+            tile.n_program,
+            N,
+            E=E,
+            TOP_K=experts.shape[1],
+            PRE_1=first.pre,
+            PHI_1=first.phi,
+            POST_1=first.post,
+            PRE_2=second.pre,
+            PHI_2=second.phi,
+            POST_2=second.post,
+            GAMMA=has_gamma,
+            GATES=d_weights is not None,
+            BALANCE=d_probability is not None,
+            Z_LOSS=d_z_loss is not None,
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            maxnreg=REGISTERS,
+            enable_fp_fusion=False,
         )
         return d_logits, d_scale.sum(0, keepdim=True)
 

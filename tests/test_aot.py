@@ -25,7 +25,7 @@ def test_blocks_on_a_multiprocessor(sm, registers, shared, warps, blocks):
 
 
 GOOD = aot.Kernel(
-    "up+gated+silu", "128x128x64", 8, 107, 96 * 1024, 0, 1, 2, "HGMMA.64x128x16.F32", False
+    "up+glu+silu", "128x128x64", 8, 107, 96 * 1024, 0, 1, 2, "HGMMA.64x128x16.F32", False
 )
 
 
@@ -95,7 +95,7 @@ sys.exit(aot.main(sys.argv[1:]))
         ("80", "rows"),
         ("90", "rows_ahead"),
         ("80", "up"),
-        ("90", "up+described"),
+        ("90", "up+use_tma"),
         ("90", "adamw"),
     } <= compiled
     faults = [line.split()[3] for line in wide if "  too much shared memory  blocks < 1" in line]

@@ -37,7 +37,7 @@ assert triton_experts.INTERPRETED or torch.cuda.is_available(), (
 def small_tiles(monkeypatch):
     for table in triton_experts.TILES.values():
         for kernel in table:
-            two = kernel in ("up_described", "rows_ahead", "weight_grad")
+            two = kernel in ("up_tma", "rows_ahead", "weight_grad")
             monkeypatch.setitem(table, kernel, TWO_PARTS if two else SMALL)
     monkeypatch.setattr(triton_experts, "ROWS", SMALL.rows)
     monkeypatch.setattr(triton_experts, "FLOAT32_TILE", SMALL)

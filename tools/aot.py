@@ -38,6 +38,7 @@ from triton.runtime.jit import mangle_type
 import kernels.triton_adamw as triton_adamw
 import kernels.triton_cross_entropy as triton_cross_entropy
 import kernels.triton_experts as triton_experts
+import kernels.triton_linear as triton_linear
 import kernels.triton_norm as triton_norm
 import kernels.triton_router as triton_router
 from common.command import build_parser, command, run_command
@@ -76,7 +77,7 @@ LEAST = {
     "table": [(36, 36, 36)],
     "combine": [(12, 16, 12)],
     "up": [(1, 2, 2), (4, 2, 2)],
-    "up+gated": [(1, 1, 1), (4, 1, 1)],
+    "up+glu": [(1, 1, 1), (4, 1, 1)],
     "rows": [(1, 1, 1), (4, 2, 2)],
     "down_grad": [(2, 2, 2), (2, 2, 2)],
     "weight_grad": [(2, 1, 1), (2, 2, 2)],
@@ -86,6 +87,7 @@ LEAST = {
     "route": [(4, 4, 4)],
     "route_sum": [(5, 5, 6)],
     "adamw": [(8, 8, 8)],
+    "logits": [(1, 1, 1), (1, 1, 1)],
     "add_norm": [(6, 6, 6)],
     "add_norm_grad": [(3, 3, 3)],
 }
@@ -229,6 +231,10 @@ def compile_kernels(job: tuple[int, str, str]) -> list[Kernel]:
         for upstream in ((gates, None, None), (gates, probability, z_loss)):
             triton_router.backward(logits, chosen, c, c, *formula, n_sequence, *upstream)
         stream, full = meta(N, C, dtype=fp32), dtype != fp32
+        if sm // 10 == triton_linear.CAPABILITY and E <= triton_linear.LARGEST:
+            router_weight = meta(E, C, dtype=fp32)
+            triton_linear.forward(stream, router_weight, c)
+            triton_linear.backward(logits, stream, router_weight)
         for bias, rms, exact in (
             (stream[0], False, full),
             (None, True, full),
