@@ -45,7 +45,7 @@ FUSED_FIELDS = (
 
 
 class LayerMetric(NamedTuple):
-    """How a field of Stats that is a mean over tokens, (L,), is logged."""
+    """Name and form in which a field of Stats, (L,), a mean over tokens, is logged."""
 
     name: str  # router/NAME for training steps and val/NAME: the mean over layers
     by_layer: bool = True  # each layer, too, as NAME_of_layers

@@ -19,8 +19,8 @@ class CoreTimes(NamedTuple):
     """Seconds on three clocks."""
 
     wall: float
-    used: float  # by this process, summed over cores
-    idle: float | None  # of this process's cores, summed; None if unknown
+    used: float  # seconds used by this process, summed over cores
+    idle: float | None  # idle seconds of this process's cores, summed; None if unknown
 
 
 def read_times() -> CoreTimes:

@@ -43,7 +43,7 @@ class ProgressLines(AbstractContextManager["ProgressLines"]):
         bar_format = options.pop("bar_format", FORMAT)
         line_format = re.sub(r" \|\{bar.*?\}\|", ",", bar_format)
         options.update(prefix=desc, total=total, initial=initial, bar_format=line_format)
-        self.options = options  # of tqdm.format_meter
+        self.options = options  # options of tqdm.format_meter
         self.every = every
         self.n = self.shown = initial
         self.start = self.shown_at = time.monotonic()

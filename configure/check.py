@@ -40,7 +40,7 @@ def _explain(key: str, value: Any, error: Any) -> str:
         return "is a section; set one of its keys"
     if error["type"] == "extra_forbidden":
         return f"unknown key{_suggest_key(key)}"
-    entry = error["loc"][2:]  # in the table that the key holds
+    entry = error["loc"][2:]  # the path within the table that the key holds
     reason = "".join(f"{name!r}: " for name in entry)
     reason += error["msg"].removeprefix("Value error, ")
     if error["type"] == "literal_error" and isinstance(value, str):

@@ -45,7 +45,7 @@ class ConfigInput(NamedTuple):
     """Settings of a file and a command line, by dotted key. Each value is checked alone."""
 
     in_file: dict[str, Any]
-    given: dict[str, Any]  # on the command line
+    given: dict[str, Any]  # overrides from the command line
     axes: Axes
 
     @property

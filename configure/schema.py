@@ -50,7 +50,7 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    """Where a run writes, and its seed."""
+    """Folder and seed of a run."""
 
     name: str = key(
         "",

@@ -26,7 +26,7 @@ SEPARATORS = re.compile(
     rf"|^[ \t]*(<{MARK}>|\[(?:EOS|EOT|SEP)\])[ \t\r]*$",
     re.IGNORECASE | re.MULTILINE,
 )
-FEW_DOCUMENTS = 10  # with fewer, documents are cut; also the number suggested for validation
+FEW_DOCUMENTS = 10  # fewer documents are cut; also the number suggested for validation
 
 
 class Encoded(NamedTuple):
@@ -83,7 +83,7 @@ class Encoder(NamedTuple):
                     val.append(val_part)
             else:
                 empty += 1
-        ends_first = any(raw.file.split == "ends" for raw in documents)  # of all or of none
+        ends_first = any(raw.file.split == "ends" for raw in documents)  # all of a batch or none
         train_ids = self._join(train, ends_first)
         val_ids = self._join(val, ends_first)
         return Encoded(train_ids, val_ids, empty, bad, links, dict(separators))
@@ -157,7 +157,7 @@ class Encoder(NamedTuple):
         field = json.dumps(self.text_field, ensure_ascii=False)
         if text.count(field) > 1 and isinstance(row, dict):
             pairs = json.loads(text, parse_int=float, object_pairs_hook=list)
-            names = [name for name, _ in pairs]  # of a dict, the last of several is kept
+            names = [name for name, _ in pairs]  # a dict would keep the last of several
             if names.count(self.text_field) > 1:
                 raise ValueError(f"has several fields {self.text_field!r}: rename all but one")
         return row

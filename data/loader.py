@@ -17,7 +17,7 @@ import numpy as np
 from data.bins import Tokens
 from data.mixture import JoinedTokens, assign_rows, count_windows, split_windows, to_shares
 
-ROUNDS = 6  # of the Feistel network; another number changes the order of every run
+ROUNDS = 6  # rounds of the Feistel network; another number changes the order of every run
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of SplitMix64
 CANDIDATES = 2**16  # windows from which validation is chosen; bounds the work on a long split
 STRETCH = 2**14  # tokens that are searched at once for the end of a document
@@ -152,7 +152,7 @@ def sample_documents(sizes: np.ndarray, count: int) -> np.ndarray:
     ends = np.cumsum(lengths)
     points = (2 * np.arange(count) + 1) * ends[-1] // (2 * count)
     owners = np.searchsorted(ends, points, side="right")  # (count,) the document at each point
-    distances = points - ends[owners] + lengths[owners]  # from the start of that document
+    distances = points - ends[owners] + lengths[owners]  # distance from the start of that document
     windows_of_owner = distances * sizes[owners] // lengths[owners]
     first_windows = np.cumsum(sizes) - sizes
     return first_windows[owners] + windows_of_owner
@@ -315,7 +315,7 @@ def permute(indices: np.ndarray, n: int | np.ndarray, seed: int, epochs: np.ndar
     sizes = np.broadcast_to(n, len(indices))
     bits = np.frexp(sizes - 1.0)[1]  # int.bit_length of the largest index
     half = (bits + 1) // 2  # bits in each half of the network
-    half = np.maximum(3, half).astype(np.uint64)  # with fewer than 64 values it mixes badly
+    half = np.maximum(3, half).astype(np.uint64)  # fewer than 64 values are mixed badly
     seeds = np.full(len(indices), seed % 2**64, np.uint64)
     keys = _mix(_mix(seeds) + epochs.astype(np.uint64) * GOLDEN)
     out = indices.astype(np.uint64)

@@ -53,9 +53,9 @@ from data.writer import (
     resume_progress,
 )
 
-END_BYTES = 2**20  # at each end of a large input are hashed
-WORKER_BYTES = 2**25  # of input for each worker; one for less is not worth its start (not measured)
-SAVE_BYTES = 2**26  # of input between two records of progress (not measured)
+END_BYTES = 2**20  # bytes hashed at each end of a large input
+WORKER_BYTES = 2**25  # input per worker; less is not worth its start (not measured)
+SAVE_BYTES = 2**26  # input between two records of progress (not measured)
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # what a set may be called
 
 

@@ -1,4 +1,4 @@
-"""What a tokenizer loses: the first documents of each source are encoded, decoded and compared."""
+"""Loss of a tokenizer: the first documents of each source are encoded, decoded and compared."""
 
 import json
 import unicodedata
@@ -12,17 +12,17 @@ from data.encode import Encoder
 from data.readers import Input, read_documents
 from data.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 
-DOCUMENTS = 1000  # of a source at most; its files share them
-CHARACTERS = 2**20  # of a source at most; about a second of work (not measured)
-LEAST_DOCUMENTS = 20  # of a file
+DOCUMENTS = 1000  # the most documents per source; its files share them
+CHARACTERS = 2**20  # the most per source; about a second of work (not measured)
+LEAST_DOCUMENTS = 20  # the least per file
 LEAST_CHARACTERS = 2**14
-ALLOWED_SHARE = 0.001  # of the characters; more is refused unless a flag allows it
+ALLOWED_SHARE = 0.001  # share of characters lost; more is refused unless a flag allows it
 CONTEXT = 15  # characters around a difference in an example
 
 
 @dataclass
 class Loss:
-    """What comes back otherwise from the first documents of a source, as meta.json has it."""
+    """Differences of the first documents of a source after decoding, as in meta.json."""
 
     source: str
     characters: int = 0  # compared

@@ -28,9 +28,9 @@ class Source(NamedTuple):
     """A corpus; tokenizer and validation fraction are defaults."""
 
     about: str
-    val_fraction: float  # of the documents
+    val_fraction: float  # fraction of the documents
     tokenizer: str = "gpt2"
-    hub: dict[str, Hub] = {}  # by the value of --config; the first is the default
+    hub: dict[str, Hub] = {}  # keys are the values of --config; the first is the default
     local: str = ""  # the files for --source; empty if there are none
     notes: str = ""
 

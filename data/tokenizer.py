@@ -26,7 +26,7 @@ RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikt
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 WHISPER = "openai_whisper-20250625"  # its source distribution on PyPI has the file
 
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of a tokenizer with byte fallback, by its name
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # name of a byte token (byte fallback)
 
 # tiktoken's regular expression fails (a Rust panic) on 10^6 white-space characters in a row, so
 # longer runs are cut first. The ids still decode to the same text.
@@ -180,7 +180,7 @@ class FileTokenizer(_Encoder):
         """
         text = _replace_surrogates(text)
         (encoding,) = self._encode([text], self.encoder.encode_batch)
-        starts = np.cumsum([0] + [len(character.encode()) for character in text])  # of characters
+        starts = np.cumsum([0] + [len(character.encode()) for character in text])  # (n + 1,) bytes
         ends = [end for _, end in encoding.offsets]
         if ends:
             ends[-1] = len(text)

@@ -18,7 +18,7 @@ from data import DataError
 from data.encode import Encoded, Encoder
 from data.readers import Input, Raw, read_documents
 
-BATCH_BYTES = 2**23  # of raw documents in a worker's batch; about a second of work (not measured)
+BATCH_BYTES = 2**23  # raw documents per worker's batch; about a second of work (not measured)
 
 
 class Position(NamedTuple):
@@ -73,7 +73,7 @@ def cut_batches(
     """
     batch: list[Raw] = []
     batch_bytes = 0
-    read_bytes = sum(file.size for file in inputs[: start.files])  # of complete files
+    read_bytes = sum(file.size for file in inputs[: start.files])  # bytes of complete files
     for number in range(start.files, len(inputs)):
         file = inputs[number]
         documents = enumerate(read_documents(file, text_field), start=1)

@@ -21,10 +21,10 @@ from data.bins import CLOSED, SHARD_TOKENS, Count, Meta, Shard, Split, partial_f
 from data.encode import Encoded
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 
-PROGRESS_FILE = "progress.json"  # in data/<name>.partial/, next to the shards
+PROGRESS_FILE = "progress.json"  # its folder is data/<name>.partial/, next to the shards
 LOCK_FILE = "lock"
 SHARD_NAME = re.compile(r"(train|val)-\d{5,}\.bin")
-TEMPORARY_END = re.compile(r"\.\d+\.tmp$")  # of a name that `write_atomic` uses
+TEMPORARY_END = re.compile(r"\.\d+\.tmp$")  # end of a name that `write_atomic` uses
 OTHER_NAMES = {PROGRESS_FILE, LOCK_FILE, "meta.json", RANKS_FILE, TOKENIZER_FILE}
 
 

@@ -72,7 +72,7 @@ def make_report_parser(module: str, doc: str | None) -> ArgumentParser:
 
 
 def name_folder(folders: Sequence[Path]) -> Path:
-    """Where a report goes by default: above its runs, as report-NAME.
+    """Default folder of a report: above its runs, as report-NAME.
 
     NAME is what the names of the runs have in common at their start.
     """

@@ -17,7 +17,7 @@ from common.text import plural
 from report.groups import Group, Variant
 
 CONFIDENCE = 0.95
-MIN_SEEDS = 3  # with two, one degree of freedom, the quantile of t is 12.7
+MIN_SEEDS = 3  # two seeds have one degree of freedom: the quantile of t is 12.7
 LOWER = "lower"
 HIGHER = "higher"
 EQUIVALENT = "equivalent"
@@ -38,7 +38,7 @@ class Difference:
     freedom: float = math.nan  # degrees of freedom of t
     over: str = ""  # the independent draws: "seeds" or "documents"
     verdict: str = UNDECIDED
-    p: float = math.nan  # of no difference, by Holm's correction
+    p: float = math.nan  # p-value of no difference, by Holm's correction
 
     @property
     def half_width(self) -> float:

@@ -64,9 +64,9 @@ class Group:
     """
 
     label: str
-    values: dict[str, Any]  # of the config's keys that all runs share
+    values: dict[str, Any]  # values of the config's keys that all runs share
     variants: list[Variant]
-    key: str | None = None  # of a report over a key, which compares losses at the end of each run
+    key: str | None = None  # the key of --over; losses at the end of each run are compared
     # the paper's losses as text, {(router, tenths of training): loss}
     paper_losses: dict[tuple[str, int], str] = field(default_factory=dict)
 
@@ -234,8 +234,9 @@ def build_groups(
     """
     group_keys = [other for other in SETTING_KEYS if other != key and other not in tied_keys]
     option_keys = [other for other in OPTION_KEYS if other != key]
-    groups: dict[tuple, Group] = {}  # by their values of group_keys
-    variants: dict[tuple, Variant] = {}  # by these, their router and their values of option_keys
+    groups: dict[tuple, Group] = {}  # keys are the values of group_keys
+    # keys are the group's, then the router and the values of option_keys
+    variants: dict[tuple, Variant] = {}
     notes = []
     for run in sorted(runs, key=lambda run: -max(run.evaluations)):
         values = run.values(group_keys)

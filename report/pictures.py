@@ -30,8 +30,8 @@ class PlotPoint(NamedTuple):
     high: float
 
 
-Points = Mapping[Any, PlotPoint]  # by x
-Lines = Mapping[Variant, Points]  # of a panel
+Points = Mapping[Any, PlotPoint]  # {x: point}
+Lines = Mapping[Variant, Points]  # one panel
 
 
 def plot_loss(group: Group, baseline: str) -> Figure | None:

@@ -51,7 +51,7 @@ class Run:
 
     @property
     def progress(self) -> str:
-        """How far it was evaluated, as text."""
+        """The last evaluated step, as text."""
         text = f"evaluated up to step {max(self.evaluations, default=0):,}"
         if self.diverged is not None:
             text += f", loss not finite at {self.diverged:,}"
@@ -127,7 +127,7 @@ def read_run(folder: Path) -> Run:
     check_is_run(folder)
     run = Run(folder, configure.load(folder / "config.toml"))
     for line in read_metrics(folder / "metrics.jsonl", VALIDATION_ARRAYS):
-        if "val/window_weights" in line:  # of a mixture: the mean of weighted losses is val/loss
+        if "val/window_weights" in line:  # a mixture: the mean of weighted losses is val/loss
             line["val/window_losses"] = np.multiply(
                 line["val/window_losses"], line["val/window_weights"]
             )

@@ -22,7 +22,7 @@ MEASURES = {  # besides the losses: {name in metrics.jsonl: format}
     "router/gamma": ".3f",
     "router/expert_signal": ".3f",
 }
-LOSSES_AND_SCORES = re.compile(r"val/.+/loss|tasks/.+/(acc|bits_per_byte)")  # of sets and tasks
+LOSSES_AND_SCORES = re.compile(r"val/.+/loss|tasks/.+/(acc|bits_per_byte)")  # names by set and task
 # (router, one with a higher loss): Sec. 4.1 and the appendix on KERN-after
 LOWER_IN_PAPER = {
     ("kern", "dense"),

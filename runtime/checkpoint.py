@@ -43,7 +43,7 @@ from runtime import RankError, RunError, describe_write_errors, distributed
 from runtime.distributed import Ranks
 
 MANIFEST = "manifest.json"
-SAVE_TIMEOUT = timedelta(hours=1)  # for the slowest rank's part to be written
+SAVE_TIMEOUT = timedelta(hours=1)  # time for the slowest rank to write its part
 
 # torch warns if one process saves alone, which is intended here, and logs tracebacks of errors that
 # are reported below.
@@ -98,7 +98,7 @@ class Saver(AbstractContextManager["Saver"]):
             self.all_ranks = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
         self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
         self.pending: threading.Thread | None = None  # writes the current save
-        self.failure: RunError | None = None  # of the last save
+        self.failure: RunError | None = None  # failure of the last save
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         on_all_ranks = isinstance(error, RunError) and not isinstance(error, RankError)
@@ -334,7 +334,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         text = file.read_bytes().decode()
         body = json.loads(text)["body"]
         is_own = path.name == folder_of("", body["step"]).name
-        names_are_plain = all(Path(name).name == name for name in body["files"])  # in the folder
+        names_are_plain = all(Path(name).name == name for name in body["files"])  # no subfolders
         intact = text == _manifest_text(body) and is_own and names_are_plain
     except OSError as error:
         raise DamagedError(f"{file}: damaged, it cannot be read ({error.strerror})") from error

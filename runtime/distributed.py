@@ -300,7 +300,7 @@ def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator
     )
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(control, dist.ProcessGroup)  # of all ranks, so of this one too
+        assert isinstance(control, dist.ProcessGroup)  # a group of all ranks includes this one
         yield Ranks(dist.get_rank(), dist.get_world_size(), device, local_size(), control)
     except BaseException:
         _abort_process_group()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from common.text import first_line
 from runtime.distributed import memory_bytes, print_once
 
-MOST_PLANNED = 0.7  # of a device's memory, with train.cuda_graph = auto; not measured
+MOST_PLANNED = 0.7  # share of a device's memory, with train.cuda_graph = auto; not measured
 WARM_UP = 3  # steps before: kernels compile, and AdamW makes its copies of experts' weights
 
 # Of inputs and targets (B, T) int64 and any loads (L, E): the loss () and its part of the step's
@@ -40,7 +40,7 @@ class StepGraph:
         self.parameters = list(parameters)
         self.enabled = enabled
         self.n_step = 0
-        self.captured: dict[bool, Captured] = {}  # by whether it is the step's first micro-batch
+        self.captured: dict[bool, Captured] = {}  # the key is True for the step's first micro-batch
         self.copies: list[int] = []  # addresses that the graphs read
         self.replays = False
         self.is_first = True

@@ -26,7 +26,7 @@ class Recomputed(NamedTuple):
     """A step's forward and backward pass, computed again."""
 
     losses: list[Tensor]  # () of each of this rank's micro-batches, nats per token
-    windows: list[Any]  # of each of these micro-batches (`Loader.locate`)
+    windows: list[Any]  # windows of each of these micro-batches (`Loader.locate`)
     learning_rate: float
 
 

@@ -1,4 +1,4 @@
-"""How train.py starts and ends as a command: early checks, errors, exit codes, torchrun.
+"""Start and end of train.py as a command: early checks, errors, exit codes, torchrun.
 
 It imports torch only within `launch`: a typo or missing data is reported before.
 """

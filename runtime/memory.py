@@ -68,7 +68,7 @@ def estimate_memory(
     model = config.model
     dtype = config.train.dtype
     checkpointing = config.train.activation_checkpointing
-    parameters = 0  # of this rank
+    parameters = 0  # numbers on this rank
     moments = 0
     for name, shape in shapes.items():
         size = ceil(shape[0] / shards) * prod(shape[1:])

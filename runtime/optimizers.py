@@ -12,7 +12,7 @@ from kernels import choose_backend, triton_adamw
 from runtime.parallel import full_tensor, local_part
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Muon's authors
-NEWTON_SCHULZ_STEPS = 5  # as its authors
+NEWTON_SCHULZ_STEPS = 5  # the value of its authors
 
 Group = dict[str, Any]  # a parameter group of torch.optim
 

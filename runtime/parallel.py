@@ -151,7 +151,7 @@ def try_compiling(
                 with autocast:
                     documents = model.find_documents(idx)
                     x, y, _ = trial(inputs, None, idx, None, documents)
-                    _, y, _ = trial(x, y, idx, None, documents)  # as a later block
+                    _, y, _ = trial(x, y, idx, None, documents)  # a later block also gets y
                     y.float().sum().backward()
                 with torch.no_grad(), autocast:
                     trial.eval()(inputs, None, idx, None, documents)

@@ -84,7 +84,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             total=config.train.max_steps,
             bar_format=BAR,
         )
-        self.interval_start: float | None = None  # by perf_counter; None before the first step
+        self.interval_start: float | None = None  # time of perf_counter; None before the first step
         self.steps_timed = 0
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

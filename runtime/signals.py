@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Self
 
 EXIT_CODE = 75  # asked to stop, saved, to be started again: EX_TEMPFAIL of sysexits.h
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class _Terminal(io.FileIO):

@@ -17,7 +17,7 @@ from common.text import first_line
 from configure import Config
 from runtime.metrics import imbalance_and_dead
 
-Line = dict[str, Any]  # of metrics.jsonl: numbers, or lists of them by layer, expert or window
+Line = dict[str, Any]  # line of metrics.jsonl: numbers, or lists by layer, expert or window
 
 # To start a run, and to finish one: wandb's own default waits for a network for ever. Not measured.
 WANDB_SECONDS = 30

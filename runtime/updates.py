@@ -14,7 +14,7 @@ from configure import Config
 from runtime.optimizers import Optimizers
 from runtime.parallel import full_tensor
 
-FIRST_SCALE = 65536.0  # as torch's GradScaler
+FIRST_SCALE = 65536.0  # the first scale of torch's GradScaler
 MIN_SCALE = 1.0  # repeated halving would underflow the scale to 0 and make the weights NaN
 GROWTH_INTERVAL = 2000  # healthy steps before the scale doubles, as torch's GradScaler
 WINDOW = 128  # losses that a spike is measured against, once half of them exist; not measured
@@ -32,13 +32,13 @@ class Counters(NamedTuple, Generic[Number]):
     skipped_in_row: Number
     taken: Number  # steps with an update
     spikes: Number
-    spike_step: Number  # of the last spike
+    spike_step: Number  # step of the last spike
     spike_loss: Number
-    spike_mean: Number  # of the losses before it
+    spike_mean: Number  # mean of the losses before it
     halted: Number  # RUNNING, or why the run is halted
     step: Number  # the last one before the run was halted
     loss: Number  # the loss of that step, nats per token
-    grad_norm: Number  # of that step, before clipping
+    grad_norm: Number  # norm at that step, before clipping
 
 
 N_COUNTER = len(Counters._fields)

@@ -65,7 +65,7 @@ def measure_loss(
     """
     indices = validation.windows
     own_indices = indices[ranks.rank :: ranks.world_size]
-    most_windows = -(-len(indices) // ranks.world_size)  # on rank 0
+    most_windows = -(-len(indices) // ranks.world_size)  # windows on rank 0
     size = config.train.micro_batch_size
     parts = [own_indices[first : first + size] for first in range(0, most_windows, size)]
     # Under FSDP2 every rank must join every forward pass. A rank without windows of its own reads

@@ -87,7 +87,7 @@ class Job(NamedTuple):
     """A point that is training."""
 
     point: Point
-    gpus: list[str]  # as CUDA_VISIBLE_DEVICES names them; empty: on the CPU
+    gpus: list[str]  # names as in CUDA_VISIBLE_DEVICES; empty: on the CPU
     process: subprocess.Popen[bytes]
 
     def stop(self) -> None:

@@ -1,1 +1,1 @@
-"""What made docs/results.md: configs and records of the studies, and their tables and pictures."""
+"""Configs, records, tables and pictures of the studies behind docs/results.md."""

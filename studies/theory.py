@@ -35,8 +35,8 @@ from common.text import text_table
 from gate_norm import gate_sum
 from router import ROUTERS, Router, RouterSpec, Routing, monte_carlo_scale
 
-WIDTH = 768  # of the paper's model with 125M active parameters
-INIT_STD = 0.02  # of its weights
+WIDTH = 768  # width of the paper's model with 125M active parameters
+INIT_STD = 0.02  # std of its initial weights
 TAU = INIT_STD * math.sqrt(WIDTH)  # 0.554, the standard deviation of logits after a LayerNorm
 PAPER = ("kern", "softmax", "sigmoid", "tanh")
 # Routers that a mean is over. Tokens of one router share W, so draws of W give the error.
@@ -63,7 +63,7 @@ class Row(NamedTuple):
     quantity: str
     analytic: float | None  # None: no expectation is known
     measured: Estimate
-    tolerance: float = 0.0  # for a bias of finite samples
+    tolerance: float = 0.0  # allows for a bias of finite samples
 
     def agrees(self) -> bool:
         """Return True if the measurement is within 5 standard errors + 0.2% + the tolerance."""
@@ -96,7 +96,7 @@ def sample_routers(
         samples: tokens in all; inputs have unit variance, as after a LayerNorm.
         seed: of routers and inputs.
     """
-    tokens = max(samples // DRAWS, 1)  # per router
+    tokens = max(samples // DRAWS, 1)  # tokens per router
     results = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -150,7 +150,7 @@ def expected_constant(n_expert: int, top_k: int) -> float:
     """
     M = n_expert
     k = top_k
-    p_enough = 1 - (M + 1) / 2**M  # at least 2 positive
+    p_enough = 1 - (M + 1) / 2**M  # probability of at least 2 positive
     few_positive = 0.0  # part of E T^(-½) with 2 ≤ j < k positive
     for j in range(2, k):
         few_positive += math.comb(M, j) / 2**M * mean_norm(j, -1)
