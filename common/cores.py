@@ -1,4 +1,4 @@
-"""The number of cores that this process may use, and of those that other processes leave free."""
+"""The number of cores that this process may use, and of cores that other processes leave free."""
 
 import os
 import time

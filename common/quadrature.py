@@ -6,7 +6,7 @@ The numbers ("logits") are independent. Three facts leave one integral each, or 
    probability. So a sum of f(z) over the top k has the expectation M ∫ f(z) p(z) P(Bin(M - 1, Q(z))
    < k) dz, with the normal density p and its upper tail Q: one integral, no order statistics.
 2. Direction and length of a Gaussian vector are independent, so the expectation after an l2 norm is
-   that of the numerator over that of the denominator.
+   the expectation of the numerator over the expectation of the denominator.
 3. Where a sum S stays in the denominator: S⁻ⁿ = ∫ tⁿ⁻¹ e^(-tS) dt / Γ(n), and e^(-tS) is a product
    over logits.
 """

@@ -55,7 +55,7 @@ def key(
         track_option: an entry of the track may set it.
         track_balance: the track draws it; its tables call it this.
         other_names: what other projects call it, separated by spaces.
-        choices: allowed values of a text that has others, too.
+        choices: allowed values of a text that also has other values.
         **limits: ge, le, gt, lt, pattern and others of `pydantic.Field`.
     """
     attributes: dict[str, Any] = {

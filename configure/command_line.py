@@ -24,7 +24,7 @@ HELP_WIDTH = 120  # columns
 
 
 def from_command_line(argv: Sequence[str]) -> Config:
-    """Load the Config of train.py's arguments, for as many ranks as torchrun started.
+    """Load the Config of train.py's arguments, for the number of ranks that torchrun started.
 
     `--section.key value` works too. `--help` prints every key and exits with 0; a wrong command
     line or config prints the errors to stderr and exits with 2. Ranks other than 0 exit silently.

@@ -138,7 +138,7 @@ class Model(Section):
         "kern",
         "how tokens choose experts; dense: no experts, one MLP with hidden width "
         "top_k * expert_hidden; a formula such as "
-        '"tanh, post=l2 over topk, gamma, c=2" is a router, too',
+        '"tanh, post=l2 over topk, gamma, c=2" is also a router',
         choices=read_router_names(),
         report="router",
         exported=True,
@@ -404,7 +404,7 @@ class Train(Section):
     )
     parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = key(
         "auto",
-        "ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: weights, too; "
+        "ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: also weights; "
         "hsdp: fsdp (zero2 if a step is one micro-batch) within a node, ddp across nodes; "
         "auto: the first that fits",
         resume=True,
@@ -645,7 +645,7 @@ class Log(Section):
         "Weights & Biases group; empty: the config file's name",
         resume=True,
     )
-    tensorboard: bool = key(False, "TensorBoard files in runs/NAME/tensorboard, too", resume=True)
+    tensorboard: bool = key(False, "also TensorBoard files, in runs/NAME/tensorboard", resume=True)
 
 
 class Config(Section):

@@ -29,7 +29,7 @@ from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, FileTokenizer, Tokenizer,
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
 SHARD_TOKENS = 100_000_000  # 200 MB
 HASHED_BYTES = 2**30  # sets up to 1 GiB are read completely at each check
-CHUNK_BYTES = 2**22  # read at once from a shard
+CHUNK_BYTES = 2**22  # bytes per read of a shard
 RELEASE_BYTES = 2**28  # mapped memory that the reader of a split may hold
 FAULT_BYTES = 2**16  # Linux maps about this much around a byte that is read
 OTHER_FILES = 1024  # files that a process may open besides shards

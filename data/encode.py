@@ -30,7 +30,7 @@ FEW_DOCUMENTS = 10  # fewer documents are cut; also the number suggested for val
 
 
 class Encoded(NamedTuple):
-    """The ids of a list of raw documents, and counts of those that were left out.
+    """The ids of a list of raw documents, and counts of documents that were left out.
 
     An end-of-text token stands after each document; before it if the split is "ends".
     """
@@ -208,7 +208,7 @@ def validation_inputs(
 def choose_split(inputs: list[Input], val_inputs: list[Input], encoder: Encoder) -> str:
     """Choose how local `inputs` are split: by "documents", or at their "ends" if there are few.
 
-    Reads only as many documents as the decision needs. Raises DataError if there is nothing to
+    Stops reading documents when the decision is clear. Raises DataError if there is nothing to
     train or to validate on.
     """
     if val_inputs:

@@ -20,7 +20,7 @@ from data.mixture import JoinedTokens, assign_rows, count_windows, split_windows
 ROUNDS = 6  # rounds of the Feistel network; another number changes the order of every run
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of SplitMix64
 CANDIDATES = 2**16  # windows from which validation is chosen; bounds the work on a long split
-STRETCH = 2**14  # tokens that are searched at once for the end of a document
+STRETCH = 2**14  # tokens searched per step for the end of a document
 FIXED_POINT = 2**20  # 1.0 in integer arithmetic: every machine chooses the same windows
 T = TypeVar("T")
 

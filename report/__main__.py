@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the report and print its tables."""
     parser = make_report_parser("scripts.report", __doc__)
     parser.add_argument(
-        "--out", type=Path, help="folder; its report is replaced (default: report-NAME beside them)"
+        "--out", type=Path, help="folder; its report is replaced (default: report-NAME by the runs)"
     )
     args = parser.parse_args(argv)
     require_packages("matplotlib", "scipy")
@@ -60,7 +60,7 @@ def make_report_parser(module: str, doc: str | None) -> ArgumentParser:
         "--baseline", default="kern", help="router, or label of an arm, to subtract (%(default)s)"
     )
     parser.add_argument(
-        "--experiment", help="a file in config/paper, whose printed losses stand beside the runs'"
+        "--experiment", help="a file in config/paper, whose printed losses stand next to the runs'"
     )
     parser.add_argument(
         "--over", metavar="KEY", help="loss against this key, such as optim.lr, instead of steps"

@@ -28,7 +28,7 @@ SETTING_KEYS = select_keys("report", "setting")
 class Variant:
     """A router with its options.
 
-    `label` distinguishes it from all other variants, `options_label` from those of its router.
+    `label` distinguishes it from all variants, `options_label` from other variants of its router.
     """
 
     router: str

@@ -129,7 +129,7 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 
 def choose_threads(device: torch.device, recorded: int | None) -> int:
-    """Set torch's threads: on a CPU as many as there are free cores. Returns their number.
+    """Set torch's threads: on a CPU one per free core. Returns their number.
 
     Threads wait for each other after each operator, so one that shares its core slows all: on 2
     cores, next to a busy process, 2 threads need 3.4 times as long as alone, and 1 thread 2 times

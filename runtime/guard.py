@@ -1,6 +1,6 @@
 """Stop a run that cannot continue: read the counters on the device and write a crash dump.
 
-A loss that is NaN or Inf stops it at once, and the dump, runs/<name>/crash-step_00001234.json,
+A loss that is NaN or Inf stops it immediately, and the dump, runs/<name>/crash-step_00001234.json,
 shows what led to it. Gradients that are NaN or Inf, or loss spikes, only skip their step;
 train.max_skipped_steps in a row stop the run.
 """

@@ -53,7 +53,7 @@ def launch(argv: list[str], start: Callable[[configure.Config, list[str]], None]
             config = rename_fresh(config)
         elif not configure.is_name_chosen(*configure.split_command_line(argv)):
             config = find_or_rename(config, notes.append)
-        distributed.pick_device(config.train.device)  # raises for a finished run, too
+        distributed.pick_device(config.train.device)  # also raises for a finished run
         start(config, notes)
         distributed.print_once(NEXT.format(run=path_of(config)))
     except Stopped as stopped:

@@ -284,7 +284,7 @@ def last_step_of(file: Path) -> int:
 
 
 def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndarray]]:
-    """{step: {name: array}} of a file of arrays, of those `names` that it has.
+    """{step: {name: array}} of a file of arrays, for the `names` that it has.
 
     Raises RunError if it is damaged.
     """

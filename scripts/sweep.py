@@ -1,4 +1,4 @@
-"""Train every point of a config's [sweep]: in turn, several at once, or as a Slurm array.
+"""Train every point of a config's [sweep]: in turn, several at a time, or as a Slurm array.
 
     python -m scripts.sweep config/quickstart.toml [--section.key=value ...]
     python -m scripts.sweep config/paper/books3_512.toml '--run.seed=[0,1,2]' --parallel 4
@@ -114,7 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--parallel",
         type=int,
         metavar="N",
-        help="run N points at once, each on its share of GPUs",
+        help="run N points at a time, each on its share of GPUs",
     )
     parser.add_argument(
         "--scale",
@@ -300,7 +300,7 @@ def format_totals(points: list[Point], left: list[Point], mfu: float, gpu: str =
 def train_points(
     file: str, points: list[Point], shares: list[list[str]], stop: Stop, announce: bool = False
 ) -> Iterator[tuple[Point, int]]:
-    """Train points, as many at once as there are `shares` of the GPUs, until `stop`.
+    """Train points until `stop`, each on one of the `shares` of the GPUs.
 
     Yields each point that ended with its exit code. A point that was stopped, by whomever, stops
     all: `stop.asked` says so. The output of points goes to their runs' train.log, unless they are
