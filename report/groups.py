@@ -234,8 +234,8 @@ def build_groups(
     """
     group_keys = [other for other in SETTING_KEYS if other != key and other not in tied_keys]
     option_keys = [other for other in OPTION_KEYS if other != key]
-    groups: dict[tuple, Group] = {}  # keys are the values of group_keys
-    # keys are the group's, then the router and the values of option_keys
+    groups: dict[tuple, Group] = {}  # keys: values of group_keys
+    # keys: values of group_keys, router, values of option_keys
     variants: dict[tuple, Variant] = {}
     notes = []
     for run in sorted(runs, key=lambda run: -max(run.evaluations)):
