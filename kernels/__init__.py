@@ -1,4 +1,4 @@
-"""What blocks compute besides plain products: functions with several backends that agree in values and gradients.
+"""What blocks compute besides plain products, by several backends that agree in all values.
 
 To add a backend, add a line to BACKENDS. `reference` is the slow, obvious oracle that the others
 are tested against.
@@ -41,7 +41,7 @@ def expert_mlp(
     experts: Tensor,
     backend: str = "auto",
     activation: str = "gelu",
-    copies: tuple[Tensor, Tensor] | None = None,
+    half_weights: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """out[n] = Σ_k weights[n, k] · act(x[n] @ w_in[e]) @ w_out[e], with e = experts[n, k].
 
@@ -58,8 +58,8 @@ def expert_mlp(
         experts: (N, K) int64 in [0, E), the K experts of a token distinct.
         backend: a key of BACKENDS, or "auto": triton where it can run, else torch.
         activation: "gelu" or "silu"; "gelu" is the exact (erf) one.
-        copies: under autocast, w_in and w_out in its dtype, for several calls to share. Gradients
-            go to w_in and w_out.
+        half_weights: under autocast, w_in and w_out in its dtype, for several calls to share.
+            Gradients go to w_in and w_out.
 
     Returns:
         (N, C) in x's dtype; under autocast, in the autocast dtype like any matrix product.
@@ -69,18 +69,22 @@ def expert_mlp(
     """
     device = x.device.type
     if not torch.is_autocast_enabled(device):
-        copies = None
+        half_weights = None
     else:
         dtype = torch.get_autocast_dtype(device)
-        x, copies = x.to(dtype), copies or (w_in.detach().to(dtype), w_out.detach().to(dtype))
+        x = x.to(dtype)
+        if half_weights is None:
+            half_weights = (w_in.detach().to(dtype), w_out.detach().to(dtype))
     name = choose_backend(backend, x.device, x.dtype)
     if name == "triton":
         assert triton_experts, "choose_backend ensures it"
-        return triton_experts.expert_mlp(x, w_in, w_out, weights, experts, activation, copies)
-    if copies:
-        w_in, w_out = StandIn.apply(w_in, copies[0]), StandIn.apply(w_out, copies[1])
+        return triton_experts.expert_mlp(x, w_in, w_out, weights, experts, activation, half_weights)
+    if half_weights is not None:
+        w_in = CastWithGrad.apply(w_in, half_weights[0])
+        w_out = CastWithGrad.apply(w_out, half_weights[1])
     function = BACKENDS[name]
-    return function(x, w_in, w_out, weights, experts, activation)  # pyrefly: ignore[not-callable]  # None is not chosen
+    assert function is not None, "choose_backend ensures it"
+    return function(x, w_in, w_out, weights, experts, activation)
 
 
 def route(
@@ -106,9 +110,9 @@ def route(
         backend: as in `expert_mlp`.
 
     Returns:
-        `Routing`'s weights, experts and scores, these without gradient, then the fields of `balance.Stats`
-        in order. None if the backend is not triton, φ is new to the kernel, or experts are too many
-        for it: use torch operators.
+        `Routing`'s weights, experts and scores, the last two without gradient, then the fields of
+        `balance.Stats` in order. None, which asks for torch operators, if the backend is not
+        triton, φ is new to the kernel, or experts are too many for it.
     """
     if choose_backend(backend, logits.device, logits.dtype) != "triton":
         return None
@@ -160,7 +164,9 @@ def add_norm(
     exact: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Add a layer's output to the residual stream and normalise the sum for the next layer, in one pass with Triton.
+    """Add a layer's output to the residual stream and normalise the sum for the next layer.
+
+    In Triton it is one pass.
 
     Args:
         x: (..., C) residual stream.
@@ -175,23 +181,28 @@ def add_norm(
         x's dtype, or None if it is not wanted or the same.
     """
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = x.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
     chosen = choose_backend(backend, x.device, x.dtype)
     if chosen == "triton" and triton_norm is not None and x.shape[-1] <= triton_norm.LARGEST:
-        y, both = None if y is None else y.view_as(x).contiguous(), exact and dtype != x.dtype
-        inputs = (
+        wants_both = exact and dtype != x.dtype
+        total, normed, full = triton_norm.normalize_sum(
             x.contiguous(),
-            y,
+            None if y is None else y.view_as(x).contiguous(),
             norm.weight,
             getattr(norm, "bias", None),
             norm.eps,
             isinstance(norm, nn.RMSNorm),
+            dtype,
+            wants_both,
         )
-        total, normed, full = triton_norm.normalize_sum(*inputs, dtype, both)
-        return total, normed, full if both else None
+        return total, normed, full if wants_both else None
     total = add(x, y)
     full = norm(total)
-    return (total, full.to(dtype), full) if exact and dtype != full.dtype else (total, full, None)
+    if exact and dtype != full.dtype:
+        return total, full.to(dtype), full
+    return total, full, None
 
 
 def add(x: Tensor, y: Tensor | None) -> Tensor:
@@ -199,8 +210,8 @@ def add(x: Tensor, y: Tensor | None) -> Tensor:
     return x if y is None else x + y.view_as(x)
 
 
-class StandIn(torch.autograd.Function):
-    """A copy of a tensor in another dtype, whose gradient goes to the tensor in the tensor's dtype."""
+class CastWithGrad(torch.autograd.Function):
+    """A copy of a tensor in another dtype; the gradient goes to the tensor in its own dtype."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, copy: Tensor) -> Tensor:
@@ -213,7 +224,7 @@ class StandIn(torch.autograd.Function):
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Resolve "auto" to triton where it can compute in `dtype` on `device`, else to torch; check any other name.
+    """Resolve "auto" to triton where it can compute, else to torch; check any other name.
 
     Raises:
         ValueError: unknown backend, or triton where it cannot run.
@@ -221,19 +232,18 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend {backend!r} is not one of auto, {', '.join(BACKENDS)}")
     if backend == "auto":
-        return (
-            "triton"
-            if device.type == "cuda" and not find_triton_problem(device, dtype)
-            else "torch"
-        )
-    if backend == "triton" and (problem := find_triton_problem(device, dtype)):
-        raise ValueError(f"backend 'triton' {problem}, or set the backend to 'auto'")
+        runs = device.type == "cuda" and not find_triton_problem(device, dtype)
+        return "triton" if runs else "torch"
+    if backend == "triton":
+        problem = find_triton_problem(device, dtype)
+        if problem:
+            raise ValueError(f"backend 'triton' {problem}, or set the backend to 'auto'")
     return backend
 
 
 @torch.compiler.assume_constant_result
 def find_triton_problem(device: torch.device, dtype: torch.dtype) -> str:
-    """Say why the triton backend cannot compute in this dtype on this device, and the remedy; empty if it can."""
+    """Say why the triton backend cannot compute here, and the remedy; empty if it can."""
     if triton_experts is None:
         return "needs Triton: on Linux, pip install triton"
     if dtype not in triton_experts.DTYPES:
@@ -241,7 +251,9 @@ def find_triton_problem(device: torch.device, dtype: torch.dtype) -> str:
     if triton_experts.INTERPRETED:
         return ""
     if device.type != "cuda" or torch.version.hip:
-        return f"does not run on {device.type}: use a CUDA device, or set TRITON_INTERPRET=1 to try it slowly on a CPU"
+        remedy = "use a CUDA device, or set TRITON_INTERPRET=1 to try it slowly on a CPU"
+        return f"does not run on {device.type}: {remedy}"
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"does not run on {torch.cuda.get_device_name(device)}: use a GPU of compute capability 8.0 or later"
+        name = torch.cuda.get_device_name(device)
+        return f"does not run on {name}: use a GPU of compute capability 8.0 or later"
     return ""

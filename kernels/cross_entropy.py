@@ -1,4 +1,4 @@
-"""The LM head and its cross-entropy in one operator, in chunks of rows, so that the logits of all rows never exist.
+"""The LM head and its cross-entropy in one operator, without the logits of all rows at once.
 
 A chunk's logits x Wᵀ are computed in the compute dtype; softmax - onehot, their gradient times N,
 replaces them in memory and gives at once the chunk's contribution to the gradients of x and W. So
@@ -66,7 +66,7 @@ def linear_cross_entropy(
 
 
 def chunk_rows(n_row: int, vocab_size: int, itemsize: int) -> int:
-    """Rows per chunk: all, if their logits take at most CHUNK_BYTES, else chunks as equal as ROWS allows."""
+    """Rows per chunk: all if their logits fit into CHUNK_BYTES, else as equal as ROWS allows."""
     n_chunk = -(-n_row * vocab_size * itemsize // CHUNK_BYTES)
     return n_row if n_chunk <= 1 else -(-n_row // (n_chunk * ROWS)) * ROWS
 
@@ -132,7 +132,7 @@ def gradient_scale(dtype: torch.dtype) -> int:
 def softmax_cross_entropy(
     logits: Tensor, wide: Tensor, targets: Tensor, losses: Tensor, scale: int, grad: bool
 ) -> Tensor:
-    """Fill losses (n,) from logits (n, V) and targets (n,); `wide` (n, V) is a buffer in fp32 or wider.
+    """Fill losses (n,) from logits (n, V) and targets (n,); `wide` (n, V) is a wide buffer.
 
     With `grad`, returns scale · (softmax - onehot) (n, V) in logits' dtype, stored in `logits` or
     in `wide`.

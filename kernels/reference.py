@@ -1,4 +1,4 @@
-"""The oracle that every backend is tested against: a loop over experts that a reader checks by eye."""
+"""The oracle of every backend: a loop over experts that a reader checks by eye."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Experts in plain torch, for CPU and any GPU: matrix products over rows, a row being one (token, chosen expert) pair.
+"""Experts in plain torch, for CPU and any GPU: products over (token, chosen expert) rows.
 
 Rows are sorted by expert and stored in slots, some of them padding, so that one `bmm` multiplies
 the blocks of several experts. Dropless at any imbalance. Three ways:
@@ -43,7 +43,7 @@ ALL = slice(None)
 def activate(
     hidden: Tensor, width: int, activation: str, dim: int = -1
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply a key of ACTIVATIONS to `width` (H) pre-activations along `dim`, or to twice as many if gated.
+    """Apply a key of ACTIVATIONS to `width` (H) pre-activations along `dim`, or to 2 H if gated.
 
     Returns the activations, H of them along `dim`, and what `activate_backward` needs besides:
     act(a) if gated.
@@ -59,7 +59,7 @@ def activate(
 def activate_backward(
     d_act: Tensor, hidden: Tensor, inner: Tensor | None, activation: str, dim: int = -1
 ) -> Tensor:
-    """The gradient of `hidden` from that of the activations, which it may overwrite; `inner` is from `activate`."""
+    """Return the gradient of `hidden` from the activations', which it may overwrite."""
     function = BACKWARD[activation]
     if inner is None:
         return function(d_act, hidden)
@@ -96,7 +96,7 @@ class Part:
         return out
 
     def weight_grad(self, rows: Tensor, grads: Tensor, out: Tensor) -> None:
-        """Set the part's experts in out (E, in, out) to their sums of rowᵀ grad, of (S, in) and (S, out)."""
+        """Set the part's experts in out (E, in, out) to their sums of rowᵀ grad."""
         alone = isinstance(self.experts, slice)
         blocks = out[self.experts] if alone else out.new_empty(self.shape[0], *out.shape[1:])
         # autocast changes no dtype of `out`
@@ -114,7 +114,9 @@ Layout = tuple[Tensor, int, list[Part]]  # slot (N, K) of each row, the number o
 
 
 def make_blocks(weights: Tensor, experts: Tensor, n_expert: int) -> Layout:
-    """Make one part of blocks of BLOCK slots, as many as any routing can need: the host never waits for a GPU.
+    """Make one part of blocks of BLOCK slots, as many as any routing can need.
+
+    So the host never waits for a GPU.
 
     There the weights' gradients repeat bit for bit only under train.deterministic: `index_add_`
     uses atomics.
@@ -171,7 +173,7 @@ def make_parts(
 
 
 def sort_by_expert(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor]:
-    """Rows (E,) of each expert, and flattened experts' indices (N·K,) sorted by expert, then by token; both int64."""
+    """Return rows (E,) of each expert, and indices (N·K,) sorted by expert, then by token."""
     flat = experts.flatten()
     load = torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(
         0, flat, torch.ones_like(flat)
@@ -182,7 +184,7 @@ def sort_by_expert(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor]:
 def fill_slots(
     weights: Tensor, experts: Tensor, load: Tensor, order: Tensor, sizes: Tensor, n_slot: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give experts sizes (E,) slots, one after the other, and each row in `order` one of its expert's.
+    """Give experts sizes (E,) slots in turn, and each row in `order` one of its expert's.
 
     Returns the slot (N, K) of each row, the token (S,) and the gate (S, 1) of each slot.
     """
@@ -196,7 +198,7 @@ def fill_slots(
 
 
 def scale(rows: Tensor, gate: Tensor) -> Tensor:
-    """Multiply rows (S, H), which it may overwrite, by their gates (S, 1), which are in fp32 at least.
+    """Multiply rows (S, H), which it may overwrite, by their gates (S, 1), fp32 at least.
 
     A CPU would convert bfloat16 rows to fp32 and back, in twice the time: there a gate is a sum of
     two numbers, and `addcmul` rounds once.
@@ -294,7 +296,7 @@ class ExpertMLP(torch.autograd.Function):
 
 
 class NarrowExperts(torch.autograd.Function):
-    """One (token, hidden unit) pair at a time, by products of two rows and by weighted sums of rows.
+    """Experts by products of two rows and weighted sums of rows, one hidden unit at a time.
 
     For a matrix product an expert of a few hidden units is too thin: gathering its tokens takes
     longer. Here nothing is gathered, and the time hardly depends on the number of experts. A hidden
@@ -351,12 +353,12 @@ class NarrowExperts(torch.autograd.Function):
 
 
 def unit_rows(experts: Tensor, width: int) -> Tensor:
-    """The rows (N, K·width) of the hidden units of experts (N, K) among those of all experts, `width` of each."""
+    """Return the rows (N, K·width) of experts' hidden units, `width` of each expert (N, K)."""
     return (experts.unsqueeze(-1) * width + torch.arange(width)).flatten(1)
 
 
 def dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
-    """Products (N, J) of each of rows (N, C) with J rows of a table (R, C), those of index (N, J)."""
+    """Return products (N, J) of each row (N, C) with the rows index (N, J) of a table (R, C)."""
     N, J = index.shape
     bag, starts = torch.arange(N).repeat_interleave(J), torch.arange(0, N * J, J)
     dot = torch.ops.aten._embedding_bag_per_sample_weights_backward
@@ -366,7 +368,7 @@ def dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
 def weighted_sums(
     index: Tensor, table: Tensor, factors: Tensor, bags: Tensor | None = None
 ) -> Tensor:
-    """Sums (N, C) of rows of a table (R, C), index (N, J), times factors; or index (S,) and where each bag begins."""
+    """Return sums (N, C) of rows of a table (R, C) times factors, by index (N, J) or bags (S,)."""
     return F.embedding_bag(index, table, bags, mode="sum", per_sample_weights=factors)
 
 

@@ -1,4 +1,4 @@
-"""A step of AdamW in Triton that also writes the weight's copy in half precision, in one pass over its memory.
+"""A step of AdamW in Triton that also writes the weight's copy in half precision, in one pass.
 
 Per weight it reads 16 bytes and writes 14. torch's fused step moves 32, since it writes unscaled
 gradients back, and the cast that the next forward pass then needs moves 6.
@@ -36,7 +36,7 @@ def adamw_kernel(
     eps,
     BLOCK: tl.constexpr,
 ):
-    """Fill weight, mean and square (size,) with those after a step, or leave them, and copy with weight."""
+    """Update weight, mean and square (size,) by a step, or leave them; fill copy with weight."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     used = at < size
     w = tl.load(weight + at, mask=used)
@@ -72,7 +72,7 @@ def adamw_step(
     eps: float,
     decay: float,
 ) -> None:
-    """Take a step in place, unless found_inf () is 1, and write the weight to `copy`, of another dtype.
+    """Take a step in place, unless found_inf () is 1, and write the weight to `copy`.
 
     The first five are contiguous and of one shape, all but `copy` fp32. `count` () has the steps
     taken, with this one; the gradient is divided by grad_scale () first. The other arguments are

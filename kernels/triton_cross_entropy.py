@@ -1,4 +1,4 @@
-"""Losses and gradient of a chunk of logits in Triton: one program per row reads it twice and writes it once.
+"""Losses and gradient of a chunk of logits in Triton: a program reads its row twice.
 
 The second read hits the L2 cache, so memory sees each logit read once and written once, where plain
 torch operators take four such passes in fp32. kernels/cross_entropy.py calls it; for
@@ -30,7 +30,9 @@ def softmax_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """losses[row] = logsumexp(z) - z[target] for the row's logits z (V,); with GRAD, z = SCALE · (softmax(z) - onehot).
+    """Fill losses[row] = logsumexp(z) - z[target] for the row's logits z (V,).
+
+    With GRAD, z becomes SCALE · (softmax(z) - onehot).
 
     NaN for a target outside [0, V).
     """

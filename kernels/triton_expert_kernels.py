@@ -48,7 +48,7 @@ def store_activations(
     GLU: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Store pre-activations `part` (and `up`, if GLU), and gate · act(part) (· up), at rows `row`, columns `col`."""
+    """Store pre-activations `part`, with GLU `up`, and gate · act(part), with GLU · up."""
     P: tl.constexpr = 2 * H if GLU else H
     place = row[:, None] * P + col[None, :]
     part = part.to(hidden.dtype.element_ty)
@@ -246,7 +246,7 @@ def down_grad_kernel(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Fill d_hidden (R, P), activated (R, H) again, and d_gate, from d_act = d_out[token] @ w_out[e]ᵀ.
+    """Fill d_hidden (R, P), activated (R, H) and d_gate from d_act = d_out[token] @ w_out[e]ᵀ.
 
     d_hidden = gate · d_act · act'(hidden), of GLU experts gate · d_act · (b act'(a), act(a)).
     d_gate (R, column tiles) fp32 gets each tile's share of <d_act, act(hidden)>, in the order of
@@ -308,7 +308,7 @@ def down_grad_kernel(
 def share_kernel(
     offsets, shares, share, N_GROUP: tl.constexpr, N_EXPERT: tl.constexpr, BY_EXPERT: tl.constexpr
 ):
-    """Fill shares (N_GROUP, 4): the experts [before, until) and the rows [start, stop) of each group.
+    """Fill shares (N_GROUP, 4): experts [before, until) and rows [start, stop) of each group.
 
     Where loads are nearly even, a group has BY_EXPERT whole experts. Else it has rows [group *
     share, group * share + share), of whatever experts; an expert without rows is in one group, too.
@@ -424,7 +424,7 @@ def add_partial_kernel(
     N_EXPERT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add to out (E, SIZE), for each expert in several groups, its sums in the later ones, partial (groups, SIZE)."""
+    """Add to out (E, SIZE) the sums of experts' rows in later groups, partial (groups, SIZE)."""
     N_BLOCK: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     group = tl.program_id(0) // N_BLOCK + 1
     expert = tl.load(shares + 4 * group).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Experts in Triton for fp16, bf16 and fp32, on CUDA devices of compute capability 8.0 and later: tiles and launches.
+"""Experts in Triton for fp16, bf16 and fp32, on compute capability 8.0 and later: launches.
 
 kernels/triton_expert_kernels.py describes the algorithm and holds the kernels. With
 TRITON_INTERPRET=1 set before this module is imported, they run on CPU tensors, slowly.
@@ -33,7 +33,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Tile(NamedTuple):
-    """Output rows and columns of a program, depth of one step of its sum, warps, stages, and registers of a thread."""
+    """Rows and columns of a program's output, depth of a step of its sum, and launch options."""
 
     rows: int
     cols: int
@@ -85,7 +85,9 @@ FLOAT32_TILE = Tile(32, 64, 32, 4, 2)
 
 @cache
 def fit_tile(block: int, size: int) -> int:
-    """Make `block` smaller (down to 16) as long as that saves a tenth of the work: the last block is less empty.
+    """Make `block` smaller (down to 16) as long as that saves a tenth of the work.
+
+    The last block is then less empty.
 
     Widths are powers of two and, where `block` is one of them, one and a half times those.
     """
@@ -105,7 +107,7 @@ def major(device: torch.device) -> int:
 
 
 def pick_tile(kernel: str, like: Tensor, rows: int, cols: int, depth: int = 2**31) -> Tile | None:
-    """Pick the kernel's tile for the dtype and device of `like`, cut to (rows, cols, depth); None if it has none."""
+    """Pick the kernel's tile for dtype and device of `like`, cut to its sizes; None if none."""
     table = TILES.get(major(like.device), TILES[8])
     tile = table.get(kernel)
     if like.dtype == torch.float32:
@@ -122,7 +124,7 @@ def pick_tile(kernel: str, like: Tensor, rows: int, cols: int, depth: int = 2**3
 
 
 def tile_rows(like: Tensor, n_row: int | None = None, n_expert: int = 0) -> int:
-    """Rows of a tile; given their numbers of rows and experts, of `up`, `rows` and `down_grad`, which share a table."""
+    """Rows of a tile; with `n_row` and `n_expert`, for the kernels that share a table of tiles."""
     rows = FLOAT32_TILE.rows if like.dtype == torch.float32 else ROWS
     # a last tile is half empty: 1/8 of the work
     while n_row is not None and rows > 64 and n_row < 4 * rows * n_expert:
@@ -133,7 +135,7 @@ def tile_rows(like: Tensor, n_row: int | None = None, n_expert: int = 0) -> int:
 def make_descriptors(
     matrix: Tensor, depth: int, widths: list[int], transposed: bool
 ) -> list[TensorDescriptor]:
-    """Make TMA descriptors of matrix (rows, cols) by blocks (depth, width), or transposed (width, depth).
+    """Make TMA descriptors of matrix (rows, cols), in blocks of (depth, width) or transposed.
 
     Returns:
         One for each of `widths`; none if there are no rows or they do not start at multiples of 16
@@ -158,7 +160,7 @@ def split_width(cols: int) -> list[int]:
 def make_up_descriptors(
     w_in: Tensor, tile: Tile | None, C: int, glu: bool
 ) -> list[TensorDescriptor]:
-    """Make descriptors of w_in (E, C, P) for both parts of `up_tma` or `glu_tma`; none where they do not fit."""
+    """Make descriptors of w_in (E, C, P) for a tile's two parts; none where they do not fit."""
     if tile is None or C % tile.depth != 0:
         return []
     widths = [tile.cols // 2, tile.cols // 2] if glu else split_width(tile.cols)
@@ -177,7 +179,7 @@ def multiply_up(
     rows: int,
     silu: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the pre-activations (R, P) and gate · activations (R, H) of experts' up-projections, see up_kernel."""
+    """Return pre-activations (R, P) and gate · activations (R, H); see up_kernel."""
     N, C = x.shape
     P = w_in.shape[2]
     top_k = weights.shape[1]
@@ -357,7 +359,7 @@ def count_at_once(device: torch.device) -> int:
 
 @cache
 def count_groups(n_tile: int, at_once: int) -> int:
-    """Choose how many groups of `n_tile` programs leave few of `at_once` multiprocessors idle in the last wave."""
+    """Choose how many groups of `n_tile` programs leave few multiprocessors idle at the end."""
     best = 1
     for n_group in range(1, at_once + 1):
         waves = divide_up(n_group * n_tile, at_once)

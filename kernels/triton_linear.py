@@ -1,8 +1,8 @@
-"""A router's products in Triton: float32 by tensor cores, each operand split into two or three parts.
+"""A router's products in Triton: float32 by tensor cores, each operand split into parts.
 
-cuBLAS multiplies float32 without tensor cores: its three products take 308 µs of N 32,768 tokens, C
-768 and E 64 on an H200, these 210 (2026-11-26). A split product costs three (tf32x3) or six (bf16x6)
-products of a tensor core.
+cuBLAS multiplies float32 without tensor cores: its three products take 308 µs of N 32,768 tokens,
+C 768 and E 64 on an H200, these 210 (2026-11-26). A split product costs three (tf32x3) or six
+(bf16x6) products of a tensor core.
 
 Tensor cores truncate when they add, which a long sum would feel. So each DEPTH of a sum is a
 product of its own, and these are added in float32. On an H200 the logits' error against float64 is
@@ -126,7 +126,7 @@ def logits_weight_grad_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Fill partial (groups, E, C): dᵀ x over each group's STEPS · DEPTH tokens, for d (N, E) and x (N, C)."""
+    """Fill partial (groups, E, C): dᵀ x over each group's tokens, for d (N, E) and x (N, C)."""
     N_COL: tl.constexpr = (C + COLS - 1) // COLS
     group = tl.program_id(0) // N_COL
     col = tl.program_id(0) % N_COL * COLS + tl.arange(0, COLS)
@@ -145,7 +145,7 @@ def logits_weight_grad_kernel(
 
 
 def choose_precision(plan: Plan) -> str:
-    """The product's precision; the interpreter, which knows no bf16x6, multiplies as float32 does."""
+    """Return the product's precision; the interpreter, which has no bf16x6, uses float32's."""
     return "ieee" if INTERPRETED else plan.precision
 
 

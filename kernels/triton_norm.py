@@ -1,4 +1,4 @@
-"""Residual sum and norm in Triton, one pass forward and one back; `kernels.add_norm` documents what they compute.
+"""Residual sum and norm in Triton, one pass forward and one back; see `kernels.add_norm`.
 
     add_norm         a program takes ROWS tokens: reads x and y, writes x + y and its norm
     add_norm_grad    a program takes ROWS tokens at a time: computes their norms once more, writes
@@ -29,7 +29,7 @@ PROGRAMS = 512
 
 @triton.jit
 def standardize(x, used, C: tl.constexpr, eps, RMS: tl.constexpr):
-    """(x̂, 1/σ) of each row, whose unused columns are 0: x without its mean (not for RMS), over its root mean square."""
+    """Return x̂ and 1/σ of each row, whose unused columns are 0; RMS keeps the row's mean."""
     if not RMS:
         x = tl.where(used, x - (tl.sum(x, 1) / C)[:, None], 0.0)
     step = 1.0 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
@@ -55,7 +55,7 @@ def add_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill total (N, C) with x + y, normed with its norm and, if EXACT, exact with the same in another dtype."""
+    """Fill total (N, C) with x + y, normed with its norm and, if EXACT, exact, too."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     at = row.to(tl.int64)[:, None] * C + col[None, :]
@@ -94,7 +94,7 @@ def add_norm_grad_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill d_x (N, C), if CAST also d_y with the same in another dtype, and a row of sums (1 + BIAS, programs, C)."""
+    """Fill d_x (N, C), if CAST also d_y with the same, and sums (1 + BIAS, programs, C)."""
     col = tl.arange(0, BLOCK)
     w = tl.load(weight + col, mask=col < C, other=0.0).to(tl.float32)[None, :]
     weight_sum, bias_sum = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
@@ -152,7 +152,7 @@ def forward(
     dtype: torch.dtype,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + y, its norm in `dtype` and, if `exact`, in x's, else an empty tensor; inputs are contiguous."""
+    """Return x + y, its norm in `dtype` and, if `exact`, in x's; inputs are contiguous."""
     total, normed, full = _fake_forward(x, y, weight, bias, eps, rms, dtype, exact)
     C = x.shape[-1]
     N = x.numel() // C
@@ -202,7 +202,7 @@ def backward(
     y_dtype: torch.dtype,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x; of y, empty if it has x's dtype; and of weight and any bias, (1 or 2, C)."""
+    """Return the gradients of x, of y (empty if of x's dtype), and of parameters (1 or 2, C)."""
     C = weight.numel()
     N = total.numel() // C
     d_x, d_y, _ = _fake_backward(d_total, d_normed, d_exact, total, weight, eps, rms, y_dtype, bias)

@@ -36,7 +36,9 @@ SCALARS = tl.constexpr(5)  # z-loss, entropy, zero gates, Σ g², Σ g
 
 @triton.jit
 def normalize(x, NORM: tl.constexpr):
-    """Divide each row by its norm + ε: returns (y, slope, step), with dx = (dy - slope · Σ dy y) · step.
+    """Divide each row by its norm + ε.
+
+    Returns y, slope and step, with dx = (dy - slope · Σ dy y) · step.
 
     Before squaring, rows are scaled to a largest element of about 1: squares of logits beyond 1e19
     overflow.
@@ -167,7 +169,7 @@ def route_kernel(
     BLOCK: tl.constexpr,
     TOPS: tl.constexpr,
 ):
-    """Fill weights, experts and scores, and a row of sums: of the distribution, of loads (E each), SCALARS others."""
+    """Fill weights, experts, scores and a row of sums: distribution, loads (E each), SCALARS."""
     _, first, inside = find_tokens(T, PROGRAMS, ROWS)
     row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at = row[:, None] * E + col[None, :]
@@ -298,7 +300,7 @@ def route_grad_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill d_logits, and d_scale (of this program) with its part of the gradient of c · γ, divided by c."""
+    """Fill d_logits, and d_scale with this program's part of γ's gradient."""
     sequence, first, inside = find_tokens(T, PROGRAMS, ROWS)
     row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at = row[:, None] * E + col[None, :]
@@ -386,7 +388,9 @@ def forward(
     top_k: int,
     n_sequence: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return weights, experts, scores, loads, probability, SCALARS (5,) and z-loss () of contiguous inputs.
+    """Return weights, experts, scores, loads, probability, SCALARS (5,) and z-loss ().
+
+    Inputs are contiguous.
 
     The z-loss is the first of the scalars once more, as a tensor of its own: a view would cost
     launches in the backward pass, and FSDP2 warns of views.

@@ -1,4 +1,4 @@
-"""Which rows are whose: (token, expert) pairs sorted by expert in Triton, without the host waiting for the device.
+"""Counting sort of (token, expert) rows in Triton; the host does not wait for the device.
 
 A row is one pair; the R = N·K rows are sorted by expert, then by token, and not padded. It is a
 counting sort:
@@ -25,7 +25,7 @@ WARPS = 2
 
 @triton.jit
 def chosen(experts, token, k, N, TOP_K: tl.constexpr, EXPERTS: tl.constexpr):
-    """Compare the k-th choice of each token with every expert: int32 (tokens, EXPERTS), 1 where it is that one."""
+    """Compare tokens' k-th choices with every expert: int32 (tokens, EXPERTS), 1 where equal."""
     expert = tl.load(experts + token.to(tl.int64) * TOP_K + k, mask=token < N, other=-1)
     return (expert[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
 
@@ -40,7 +40,7 @@ def count_kernel(
     STEP: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Fill counts (E, programs): the rows that each expert gets from each program's STEP · STEPS tokens."""
+    """Fill counts (E, programs): rows that each expert gets from each program's tokens."""
     EXPERTS: tl.constexpr = triton.next_power_of_2(N_EXPERT)
     total = tl.zeros((EXPERTS,), tl.int32)
     for step in range(STEPS):
@@ -65,7 +65,7 @@ def place_kernel(
     STEP: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Fill order, inverse and offsets from counts (E, programs) and `sums`, their sums over programs up to each."""
+    """Fill order, inverse and offsets from counts (E, programs) and their running sums."""
     EXPERTS: tl.constexpr = triton.next_power_of_2(N_EXPERT)
     e = tl.arange(0, EXPERTS)
     n_program = tl.num_programs(0)
@@ -146,7 +146,7 @@ class Schedule(NamedTuple):
 
 
 def sort_rows(experts: Tensor, n_expert: int, rows: int) -> Schedule:
-    """Sort the rows of experts (N, K) by expert, then by token, by counting; and cut them into tiles of `rows` rows."""
+    """Sort the rows of experts (N, K) by expert, then by token; cut them into tiles of `rows`."""
     N, top_k = experts.shape
     schedule = order, inverse, offsets, table = Schedule.empty(experts, n_expert, rows)
     # tokens that a program looks at at once

@@ -1,4 +1,4 @@
-"""Parts of the Triton kernels of experts: products of tiles, their columns in groups, and activation functions."""
+"""Parts of the Triton kernels of experts: products of tiles, and activation functions."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def divide_up(a: int, b: int) -> int:
-    """Return a / b, rounded up; `triton.cdiv` takes the host 8 µs (Triton 3.7, EPYC, 2026-11-24)."""
+    """Return a / b, rounded up; `triton.cdiv` costs the host 8 µs (EPYC, 2026-11-24)."""
     return -(-a // b)
 
 
@@ -37,7 +37,7 @@ def dot(a, b, total):
 def load_tile(
     base, row, col, end, limit, STRIDE: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr
 ):
-    """Load rows `row`, columns `col` of base (_, STRIDE): BY_ROW: 0 from row `end` on, BY_COL: from `limit` on."""
+    """Load rows and columns of base (_, STRIDE): 0 from row `end`, from column `limit` on."""
     place = base + row[:, None] * STRIDE + col[None, :]
     if BY_ROW and BY_COL:
         return tl.load(place, mask=(row < end)[:, None] & (col < limit)[None, :], other=0.0)
@@ -64,7 +64,9 @@ def multiply(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Multiply rows `a_row` of a (_, IN) by two groups of columns of b[expert], (IN, OUT) or transposed.
+    """Multiply rows `a_row` of a (_, IN) by two groups of columns of b[expert].
+
+    b[expert] is (IN, OUT) or transposed.
 
     Returns two products in fp32, of columns `col`, which count up to LIMIT, and of columns
     `rest_col`; if that is None, the first one twice.
@@ -104,7 +106,7 @@ def halves(tile):
 
 @triton.jit
 def quarters(tile):
-    """Split the tile's columns into four parts: an epilogue that takes them in turn needs half the registers."""
+    """Split the tile's columns into four parts: an epilogue then needs half the registers."""
     left, right = halves(tile)
     a, b = halves(left)
     c, d = halves(right)

@@ -16,9 +16,16 @@ from tools import aot  # noqa: E402
 
 @pytest.mark.parametrize(
     "sm, registers, shared, warps, blocks",
-    [(90, 128, 96 * 1024, 8, 2), (90, 129, 96 * 1024, 8, 1), (90, 32, 114 * 1024, 4, 1), (90, 32, 113 * 1024, 4, 2),
-     (80, 32, 0, 4, 16), (80, 16, 56 * 1024, 4, 2), (100, 255, 0, 8, 1)],
-)  # fmt: skip
+    [
+        (90, 128, 96 * 1024, 8, 2),
+        (90, 129, 96 * 1024, 8, 1),
+        (90, 32, 114 * 1024, 4, 1),
+        (90, 32, 113 * 1024, 4, 2),
+        (80, 32, 0, 4, 16),
+        (80, 16, 56 * 1024, 4, 2),
+        (100, 255, 0, 8, 1),
+    ],
+)
 def test_blocks_on_a_multiprocessor(sm, registers, shared, warps, blocks):
     """One register more than 128 halves them."""
     assert aot.count_blocks(sm, registers, shared, warps) == blocks

@@ -242,9 +242,13 @@ def test_gpu_check_goes_on_after_a_failure_and_leaves_out_what_does_not_fit(
     assert re.search(r"long +left out: about 3600 s", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ([], "torch finds no CUDA device here"), (["--rehearse", "sleep"], "no piece sleep: name some of steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "torch finds no CUDA device here"),
+        (["--rehearse", "sleep"], "no piece sleep: name some of steps"),
+    ],
+)
 def test_gpu_check_refuses(arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main(["--out", str(tmp_path), *arguments]) == 2

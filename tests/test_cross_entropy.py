@@ -17,9 +17,13 @@ from runtime.memory import logits_bytes
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *HALF)
 SHAPES = {  # N, C, V
-    "typical": (140, 16, 257), "one row": (1, 5, 7), "one token to choose": (9, 4, 1), "two": (40, 3, 2),
-    "more than a block": (20, 8, 5000), "one full block": (5, 8, 4096),
-}  # fmt: skip
+    "typical": (140, 16, 257),
+    "one row": (1, 5, 7),
+    "one token to choose": (9, 4, 1),
+    "two": (40, 3, 2),
+    "more than a block": (20, 8, 5000),
+    "one full block": (5, 8, 4096),
+}
 WAYS = [("torch", dtype) for dtype in DTYPES] + [
     ("triton", dtype) for dtype in DTYPES if dtype != torch.float64
 ]

@@ -22,7 +22,7 @@ FEATURES = [
 
 
 class Rerun:
-    """In place of a CUDA graph: replays by running the function once more, into the same tensors."""
+    """In place of a CUDA graph: runs the function once more, into the same tensors."""
 
     def __init__(self, function, parameters):
         self.function, self.parameters = function, parameters

@@ -346,9 +346,13 @@ def test_where_triton_cannot_run(monkeypatch):
 
 
 FULL = {  # N, C, H, E, K
-    "flagship": (32768, 768, 384, 64, 8), "wide": (65536, 2048, 1024, 32, 4), "narrow": (8192, 768, 96, 256, 64),
-    "many small": (16384, 1024, 256, 256, 8), "few rows": (8192, 768, 384, 256, 4), "odd": (8191, 1000, 200, 48, 5),
-}  # fmt: skip
+    "flagship": (32768, 768, 384, 64, 8),
+    "wide": (65536, 2048, 1024, 32, 4),
+    "narrow": (8192, 768, 96, 256, 64),
+    "many small": (16384, 1024, 256, 256, 8),
+    "few rows": (8192, 768, 384, 256, 4),
+    "odd": (8191, 1000, 200, 48, 5),
+}
 
 
 def make_full_inputs(name, routing, dtype):

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel without a GPU, print what came out, and fail where it is worse than LEAST says.
+"""Compile every Triton kernel without a GPU, and fail where one is worse than LEAST says.
 
     python -m tools.aot [--sm 90] [--shape 125m] [--dtype float16]
 
@@ -137,7 +137,7 @@ class Kernel(NamedTuple):
 
 
 def compile_launch(kernel: Any, values: Mapping[str, Any], options: dict[str, Any], sm: int) -> Any:
-    """Compile what a launch of `kernel` with these arguments and options would run on compute capability `sm`."""
+    """Compile what a launch of `kernel` would run on compute capability `sm`."""
     signature, constants, aligned = {}, {}, {}
     for i, (parameter, (name, value)) in enumerate(zip(kernel.params, values.items(), strict=True)):
         # Triton makes a constant of 1
@@ -152,7 +152,7 @@ def compile_launch(kernel: Any, values: Mapping[str, Any], options: dict[str, An
 
 
 def count_blocks(sm: int, registers: int, shared: int, warps: int) -> int:
-    """Count the blocks that a multiprocessor holds at once, of `registers` per thread and `shared` bytes per block."""
+    """Count the blocks that a multiprocessor holds at once."""
     by_registers = N_REGISTER // (-(-registers // 8) * 8 * 32 * warps)  # given out in eights
     return min(by_registers, SHARED_MEMORY[sm] * 1024 // (shared + 1024), N_WARP[sm] // warps)
 
@@ -191,7 +191,7 @@ def read_kernel(name: str, compiled: Any, values: Mapping[str, Any], sm: int) ->
 
 
 def compile_kernels(job: tuple[int, str, str]) -> list[Kernel]:
-    """Compile every kernel of a compute capability, dtype and shape of SHAPES once; gated experts have SiLU."""
+    """Compile every kernel of a job (sm, dtype, shape) once; gated experts have SiLU."""
     sm, name, shape = job
     (N, C, H, E, K, V, *gates), dtype, fp32 = SHAPES[shape], getattr(torch, name), torch.float32
     gated, meta = any(gates), partial(torch.empty, dtype=dtype, device="meta")
@@ -252,7 +252,7 @@ def compile_kernels(job: tuple[int, str, str]) -> list[Kernel]:
 
 
 def find_faults(kernel: Kernel, sm: int, shape: str, half: bool) -> list[str]:
-    """Find what is wrong with a kernel of this shape of SHAPES, in `half` precision or in float32 (no tensor cores)."""
+    """Find what is wrong with a kernel of this shape, in `half` precision or in float32."""
     faults = []
     function, column = kernel.name.partition("+")[0], COLUMNS.get(sm, 0)
     spilled = SPILLED_125M if (shape, sm) == ("125m", 90) else SPILLED

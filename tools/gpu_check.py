@@ -1,12 +1,13 @@
-"""Everything that needs a GPU, in one process and in order of worth; each piece's figures are safe at once.
+"""Everything that needs a GPU, in one process; each piece's figures are safe at once.
 
-    python -m tools.gpu_check [--minutes 13] [PIECE ...]    on a GPU; all pieces unless some are named
+    python -m tools.gpu_check [--minutes 13] [PIECE ...]    on a GPU; all pieces or those named
     python -m tools.gpu_check --rehearse [PIECE ...]        the same at tiny sizes on the CPU
 
---out FOLDER (runs/gpu_check) gets gpu_check.json, with all figures, commit, device, driver and
-versions (docs/gpu.md), a trace, the log of the tests, and the runs of `train`. A piece that fails
-says why and does not keep the next from running; one that does not fit into the minutes left is
-left out. Exit code 1 if any piece failed or was left out, 2 if none can run.
+Pieces run in order of worth. --out FOLDER (runs/gpu_check) gets gpu_check.json, with all figures,
+commit, device, driver and versions (docs/gpu.md), a trace, the log of the tests, and the runs of
+`train`. A piece that fails says why and does not keep the next from running; one that does not fit
+into the minutes left is left out. Exit code 1 if any piece failed or was left out, 2 if none can
+run.
 
 It needs no network. nanoGPT's model.py as nanogpt.py, and ScatterMoE's package scattermoe, are
 timed, too, if Python finds them (PYTHONPATH).
@@ -193,7 +194,7 @@ class Check:
             raise RunError("losses differ from the CPU's")
 
     def test(self) -> None:
-        """Pytest -m gpu; in several processes where pytest-xdist is there: compiling takes longest."""
+        """Run the GPU tests, in several processes with pytest-xdist: compiling takes longest."""
         words = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
         if importlib.util.find_spec("xdist"):
             words += ["-n", str(PROCESSES)]

@@ -15,7 +15,7 @@ A key given several times makes alternatives, of several such keys all combinati
 the first:
 
     python -m tools.bench step config/quickstart.toml --model.router=dense --model.router=kern
-    python -m tools.bench step config/quickstart.toml --data.document_mask=false --data.document_mask=true
+    python -m tools.bench step config/quickstart.toml --train.cuda_graph=off --train.cuda_graph=on
 
 --json FILE writes the figures; --profile FILE a trace (chrome://tracing; .gz packs it) of the last
 alternative. What raises RuntimeError, as without memory, is skipped with a line, and the exit code

@@ -1,4 +1,4 @@
-"""What every benchmark shares: alternatives timed in turn, tables with a JSON file of the same figures, traces."""
+"""What every benchmark shares: alternatives timed in turn, tables and JSON files, traces."""
 
 import json
 import platform
@@ -29,7 +29,7 @@ CLOCK = 2e9  # cycles a second, about a GPU's highest: of the wait for the host
 
 
 class Benchmark:
-    """Times functions on `device`, prints tables under `title` and `notes`, and writes their figures to --json FILE.
+    """Times functions on `device`, prints tables, and writes their figures to --json FILE.
 
     `args` are those of the command line: `what`, `command`, `rounds`, `json` and `profile`.
     """
@@ -69,7 +69,7 @@ class Benchmark:
     def time(
         self, functions: Mapping[tuple, Callable[[], object]], queued: bool = False
     ) -> dict[tuple, float]:
-        """Time each function once per round, in turn, so that slow moments of the machine hit all of them alike.
+        """Time each function once per round: slow moments of the machine hit all of them.
 
         Each round has another order, drawn from a fixed seed: whoever follows the largest model
         finds its data in the cache. On a GPU a call starts with an empty L2 cache, as in training,
@@ -123,7 +123,7 @@ class Benchmark:
         self.write_json()
 
     def profile(self, function: Callable[[], object], name: str) -> None:
-        """If --profile FILE asks for it, write a trace of two calls and print their largest operators and kernels."""
+        """If --profile FILE asks for it, trace two calls and print their largest kernels."""
         if not self.args.profile:
             return
         function()
@@ -146,7 +146,7 @@ class Benchmark:
 
 
 def summarize_trace(profiler: torch.profiler.profile) -> dict[str, Any]:
-    """Per call, what the device did: kernels by name [launches, ms], and ms between and within them."""
+    """Summarise a call on the device: kernels by name [launches, ms], and ms between them."""
     recorded: Any = profiler.events()
     events = [event for event in recorded if "CUDA" in str(event.device_type)]
     # the optimizer's range counts its kernels once more
@@ -171,10 +171,9 @@ def summarize_trace(profiler: torch.profiler.profile) -> dict[str, Any]:
 def describe_trace(summary: dict[str, Any], n_row: int = 30) -> list[str]:
     """Lines of `summarize_trace`, with its largest kernels."""
     launches = sum(row[0] for row in summary["kernels"].values())
-    lines = [
-        f"{summary['ms']:.1f} ms a call, {launches:.0f} launches, {summary['idle ms']:.2f} ms idle, "
-        f"{summary['long gaps ms']:.2f} of them in gaps above {1000 * LONG_GAP:.0f} µs"
-    ]
+    long_gaps = f"{summary['long gaps ms']:.2f} of them in gaps above {1000 * LONG_GAP:.0f} µs"
+    busy = f"{summary['ms']:.1f} ms a call, {launches:.0f} launches"
+    lines = [f"{busy}, {summary['idle ms']:.2f} ms idle, {long_gaps}"]
     for name, (count, ms) in list(summary["kernels"].items())[:n_row]:
         lines.append(f"{ms:8.3f} ms {count:6.1f}  {name[:90]}")
     return lines

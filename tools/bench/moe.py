@@ -20,7 +20,7 @@ CEILING = {"cuda": (4096, 6144, 8192), "cpu": (1024, 2048)}  # sides of square m
 
 
 def sort_rows(x: Tensor, experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather a row per token and chosen expert, sorted by expert: rows (N·K, C), their order (N·K,), loads (E,)."""
+    """Gather rows (N·K, C) sorted by expert; returns their order (N·K,) and loads (E,), too."""
     order = experts.flatten().argsort(stable=True)
     return x.index_select(0, order // experts.shape[1]), order, expert_loads(experts, n_expert)
 
@@ -38,7 +38,7 @@ def sum_rows(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 def run_grouped_mm(
     x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor
 ) -> Tensor:
-    """Compute `kernels.expert_mlp` in plain torch: rows sorted by expert, grouped products, rows put back."""
+    """Compute `kernels.expert_mlp` in plain torch, by grouped products."""
     rows, order, loads = sort_rows(x, experts, len(w_in))
     ends = loads.cumsum(0).to(torch.int32)
     y = F.grouped_mm(F.gelu(F.grouped_mm(rows, w_in, offs=ends)), w_out, offs=ends)
@@ -63,7 +63,7 @@ def run_dense(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 def make_inputs(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fullest: float = 0.0
 ) -> tuple[list[Tensor], Tensor]:
-    """Make [x, w_in, w_out, weights, experts] for `kernels.expert_mlp` and the output's gradient (N, C).
+    """Make the inputs of `kernels.expert_mlp` and the output's gradient (N, C).
 
     Random, with about equal loads; with `fullest`, expert 0 has so many times the mean load.
     `shape` is (N, C, H, E, K); weights are fp32, experts int64, all else `dtype`.
@@ -105,9 +105,10 @@ def bench_moe(args: Namespace, overrides: list[str]) -> Benchmark:
     for fullest in args.fullest or ():
         if not 0 <= fullest <= E / K:
             raise RunError(f"--fullest {fullest:g}: expected 0 to E/K = {E / K:g} times the mean")
+    sides = ", ".join(str(side) for side in CEILING[device.type])
     notes = (
         "TFLOP/s: of 4·N·K·C·H FLOPs forward, three times that with backward",
-        f"matmul ceiling: the fastest square product of side {', '.join(map(str, CEILING[device.type]))}",
+        f"matmul ceiling: the fastest square product of side {sides}",
         "saved MB: what the graph keeps for the backward pass, without inputs",
         "ms: of the device, which waits until all is launched; host ms: to launch both passes",
     )
@@ -123,7 +124,7 @@ def bench_moe(args: Namespace, overrides: list[str]) -> Benchmark:
 def time_implementations(
     bench: Benchmark, name: str, shape: tuple[int, ...], fullest: float
 ) -> None:
-    """Time all implementations in the dtype of this name, under loads of `make_inputs`, and add their table."""
+    """Time all implementations in the dtype of this name, and add their table."""
     N, C, H, _, K = shape
     device, dtype, sides = bench.device, DTYPES[name], CEILING[bench.device.type]
     inputs, d_out = make_inputs(shape, dtype, device, fullest)
@@ -173,7 +174,7 @@ def time_implementations(
 
 
 def count_saved_bytes(call: partial[Tensor]) -> int:
-    """Count the bytes, besides the output's, that stay after a forward pass because its graph needs them.
+    """Count the bytes, besides the output's, that a forward pass keeps for the backward pass.
 
     By allocations: `saved_tensors_hooks` do not see what an autograd.Function keeps in its context.
     """

@@ -24,7 +24,7 @@ from tools.bench.harness import Benchmark, divide
 
 
 class Step:
-    """A training step as train.py does it, without auxiliary losses, on one micro-batch of random tokens.
+    """A training step as train.py does it, without auxiliary losses, on random tokens.
 
     Everything is built in the first call: a model that does not fit is skipped like a step that
     fails.
@@ -59,7 +59,7 @@ class Step:
 
     @cached_property
     def graph(self) -> StepGraph:
-        """As in train.py; with train.cuda_graph the first call runs the steps before it captures."""
+        """As in train.py; the first call runs the steps that come before a capture."""
         captures = can_capture(self.config.train.cuda_graph, self.device, 1, 0)
         graph = StepGraph(self.parts[0].parameters(), captures)
         if captures:
@@ -96,7 +96,7 @@ class Step:
 
 
 def build_router(config: Config, device: torch.device) -> Callable[[], object]:
-    """A config's router, forward, and backward to its input and parameters, on random fp32 tokens; no balance loss."""
+    """Build a config's router: both passes on random fp32 tokens, without a balance loss."""
     model, spec = config.model, find_spec(config.model.router)
     if spec is None:
         raise RunError(f"model.router = {model.router} has no router: set --model.router=kern")
@@ -112,7 +112,7 @@ def build_router(config: Config, device: torch.device) -> Callable[[], object]:
 def start(
     args: Namespace, overrides: list[str], *notes: str
 ) -> tuple[dict[str, Config], Benchmark]:
-    """Load {values of the keys that are given several times: config}; start a benchmark on the first one's device."""
+    """Load a config for each combination of values; start a benchmark on the first's device."""
     values: dict[str, list[str]] = {}
     for override in overrides:
         values.setdefault(override.partition("=")[0], []).append(override)
@@ -131,7 +131,8 @@ def start(
 
 def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
     """Time a training step of each alternative."""
-    note = "MFU: tokens/s · (6 per token and active weight, head included, + 12·L·T·C) / the data sheet's dense peak"
+    flops = "6 per token and active weight, head included, + 12·L·T·C"
+    note = f"MFU: tokens/s · ({flops}) / the data sheet's dense peak"
     configs, bench = start(args, overrides, "ratio: time over the first row's", note)
     # dynamo silently gives up on a piece of code after 8 graphs
     torch._dynamo.config.recompile_limit = 1000
@@ -156,7 +157,7 @@ def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
 
 
 def bench_router(args: Namespace, overrides: list[str]) -> Benchmark:
-    """Time each alternative's router alone, forward and backward, beside a training step of the first.
+    """Time each alternative's router alone, both passes, and a training step of the first.
 
     Without a --model.router all are taken; as many models with their optimizers would not fit a
     GPU.
@@ -166,7 +167,7 @@ def bench_router(args: Namespace, overrides: list[str]) -> Benchmark:
             *overrides,
             *(f"--model.router={name}" for name, spec in ROUTERS.items() if spec),
         ]
-    note = "ratio: time over the first row's; share: of all layers' routers in a step of the first row's model"
+    note = "ratio: time over the first row's; share: of all layers' routers in a step of its model"
     configs, bench = start(args, overrides, note)
     functions: dict[tuple, Any] = {
         ("router", name): build_router(c, bench.device) for name, c in configs.items()
