@@ -15,7 +15,9 @@ def key(
     *,
     resume: bool = False,
     decay_branch: bool = False,
+    before: Any = None,
     acts_if: str = "",
+    in_every_run: bool = False,
     scaled: bool = False,
     report: Literal["", "setting", "option", "neutral", "router"] = "",
     label: Literal["", "first", "last"] = "",
@@ -37,8 +39,10 @@ def key(
         description: its meaning, which `--help` prints.
         resume: a run may resume with another value.
         decay_branch: a branch (train.branch_from) may have another value than its trunk.
+        before: what runs did whose config.toml is older than the key, if that is not the default.
         acts_if: the key has an effect only if this one is set ("train.init_from") or has this value
             ("optim.name=muon").
+        in_every_run: config.toml of every run has it, and hardly a file that a user writes.
         scaled: a count of steps or windows, which a rehearsal (sweep --scale) shortens. 0, which
             disables, and -1, a part of the run, stay.
         report: runs with different values are not compared ("setting"), are arms of one comparison
@@ -62,6 +66,7 @@ def key(
         "resume": resume,
         "decay_branch": decay_branch,
         "acts_if": acts_if,
+        "in_every_run": in_every_run,
         "scaled": scaled,
         "report": report or ("neutral" if resume else "setting"),
         "label": label,
@@ -74,6 +79,8 @@ def key(
         "track_balance": track_balance,
         "other_names": other_names,
     }
+    if before is not None:
+        attributes["before"] = before
     if choices:
         attributes["enum"] = list(choices)
     return Field(default, description=description, json_schema_extra=attributes, **limits)

@@ -57,6 +57,7 @@ class Run(Section):
         "folder of the run; empty: file, router, sweep",
         pattern=f"^({FILE_NAME})?$",
         resume=True,
+        in_every_run=True,
     )
     dir: str = key(
         "runs",
@@ -435,6 +436,7 @@ class Train(Section):
         "which loads the balance loss makes even: of the whole step, of each sequence, "
         "or of each micro-batch",
         report="option",
+        before="micro_batch",
         acts_if="train.balance_loss_coef",
     )
     z_loss_coef: float = key(
@@ -508,6 +510,14 @@ class Train(Section):
     def _spell_one_way(cls, value: str) -> str:
         return value and str(Path(value))
 
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _read_bool(cls, value: Any) -> Any:
+        """Configs of before "auto" have true and false, which an override gives as text."""
+        if isinstance(value, bool | str):
+            return {"true": "on", "false": "off"}.get(str(value).lower(), value)
+        return value
+
     @property
     def kept_steps(self) -> frozenset[int]:
         return frozenset(int(step) for step in self.keep_steps.split(",") if step)
@@ -564,7 +574,7 @@ class Optim(Section):
     warmup_steps: int = key(500, "steps of linear warm-up", ge=0, scaled=True)
     beta1: float = key(0.9, "decay of the gradient's running mean", ge=0, lt=1)
     beta2: float = key(0.95, "decay of the squared gradient's running mean", ge=0, lt=1)
-    eps: float = key(1e-8, "added to AdamW's denominator", gt=0)
+    eps: float = key(1e-8, "added to AdamW's denominator", gt=0, in_every_run=True)
     weight_decay: float = key(0.1, "decoupled weight decay, matrices only", ge=0)
     grad_clip: float = key(1.0, "maximum global gradient norm; 0 disables", ge=0)
 
@@ -592,6 +602,7 @@ class Eval(Section):
     spread: Literal["documents", "tokens"] = key(
         "documents",
         "windows from many documents, or evenly spaced",
+        before="tokens",
         validation_text=True,
     )
     tasks: str = key(
@@ -644,6 +655,7 @@ class Log(Section):
         "",
         "Weights & Biases group; empty: the config file's name",
         resume=True,
+        in_every_run=True,
     )
     tensorboard: bool = key(False, "also TensorBoard files, in runs/NAME/tensorboard", resume=True)
 

@@ -44,6 +44,7 @@ TABLES = {
     "optim.min_lr_ratio",
     "scaled": "train.max_steps train.checkpoint_interval optim.warmup_steps eval.interval "
     "eval.windows log.interval",
+    "in_every_run": "run.name optim.eps log.group",
     "validation_text": "model.block_size data.name data.mix eval.spread",
     "routing_shape": "model.n_layer model.block_size model.n_expert model.top_k "
     "model.n_dense_layer",

@@ -53,6 +53,8 @@ def test_defaults_then_file_then_overrides(write):
         ("data.mix={b = 2, a = 1}", {"a": 1.0, "b": 2.0}),
         ("train.branch_from=", ""),
         ("train.deterministic=True", True),
+        ("train.compile=True", "on"),
+        ("train.compile=false", "off"),
         ("train.compile=on", "on"),
     ],
 )
@@ -298,6 +300,25 @@ def test_name_and_group_from_any_file_name_can_be_written_and_read(write, stem, 
     config = load(write(name=f"{stem}.toml"))
     assert config.run.name == name and config.log.group
     assert load(write(dumps(config), "config.toml")) == config
+
+
+def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
+    """In the run's own config.toml, which has every key of its day, but in no file that a user
+    writes.
+    """
+    old = re.sub("spread = .*\n", "", dumps(load(write("[model]\nn_layer = 2"))))
+    assert load(write(old, "config.toml")).eval.spread == "tokens"
+    assert load(write(old, "config.toml"), ["--eval.spread=documents"]).eval.spread == "documents"
+    of_user = load(write(old, "other.toml"))
+    assert load(write(dumps(of_user), "config.toml")).eval.spread == "documents"
+    assert load(write("[model]\nn_layer = 2", "config.toml")).eval.spread == "documents"
+    assert load(write("train.compile = true")).train.compile == "on"
+    assert load(write("train.compile = false")).train.compile == "off"
+    # without a balance loss all scopes are the same
+    for coef, scope in ((0.1, "micro_batch"), (0, "global")):
+        new = dumps(load(write("[model]\nn_layer = 2"), [f"--train.balance_loss_coef={coef}"]))
+        old = re.sub("balance_loss_scope = .*\n", "", new)
+        assert load(write(old, "config.toml")).train.balance_loss_scope == scope
 
 
 # ---- help and the command line

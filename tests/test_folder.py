@@ -3,6 +3,7 @@ there.
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -180,6 +181,36 @@ def test_what_a_resume_keeps(config_of):
     )
     with pytest.raises(RunError, match="train.dtype: 'bfloat16' -> 'float32'"):
         run.find_changes(config_of(*own, "train.dtype=float32"))
+
+
+def test_an_unfinished_run_goes_on_under_the_defaults_of_its_beginning(tiny, tiny_file, capsys):
+    """The same command after an upgrade, once a default is another one or the key is new: equal to
+    the bit.
+    """
+    command = [
+        str(tiny_file),
+        "--train.balance_loss_coef=0.1",
+        "--eval.interval=1",
+        "--train.checkpoint_interval=2",
+    ]
+    older = ["--eval.spread=tokens", "--train.balance_loss_scope=micro_batch"]
+    assert train.main([*command, *older]) == 0
+    folder = path_of(tiny())
+    losses, config = RunFolder(folder).read_val_losses(), (folder / "config.toml").read_text()
+    for text in (config, re.sub(r"(?m)^(spread|balance_loss_scope) = .*$", "", config)):
+        shutil.rmtree(folder / "checkpoints/step_00000004", ignore_errors=True)
+        (folder / "config.toml").write_text(text)
+        capsys.readouterr()
+        assert train.main(command) == 0
+        out = capsys.readouterr().out
+        assert (
+            "eval.spread: 'documents' -> 'tokens', as this run began" in out
+            and "from step 2" in out
+        )
+        assert (
+            RunFolder(folder).read_val_losses() == losses
+            and RunFolder(folder).recorded.eval.spread == "tokens"
+        )
 
 
 # ---- who may write there
