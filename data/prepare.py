@@ -41,7 +41,7 @@ from data.encode import Encoded, Encoder, choose_split, explain_empty_split, val
 from data.readers import Input
 from data.round_trip import measure_losses
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
-from data.tokenizer import load_tokenizer
+from data.tokenizer import TOKENIZERS, load_tokenizer
 from data.workers import Position, encode_inputs
 from data.writer import (
     PROGRESS_FILE,
@@ -279,7 +279,9 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     inputs, encoder, provenance = _open_inputs(args, provenance, partial_folder(folder))
     recorded: dict[str, Any] = {}  # what the preparation finds
     with Writer(folder, encoder.tokenizer, args.shard_tokens) as writer:
-        losses = measure_losses(inputs, encoder, args.allow_loss)
+        named = args.tokenizer in TOKENIZERS  # else it is a folder
+        tokenizer_folder = None if named else Path(args.tokenizer)
+        losses = measure_losses(inputs, encoder, args.allow_loss, tokenizer_folder)
         if losses:
             recorded["losses"] = losses
         progress = _tokenize(writer, inputs, encoder, provenance, args)

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from data import DataError
 from data.encode import Encoder
@@ -36,42 +38,45 @@ class Loss:
 
     def describe(self) -> str:
         """The loss in words."""
-        counts = f"{self.lost:,} of {self.characters:,} characters ({self.share:.2%})"
+        counts = f"{self.lost:,} of {self.characters:,} characters ({100 * self.share:.3g}%)"
         return f"{counts} of the first documents of {self.source} are lost: {self.example}"
 
 
 def measure_losses(
-    inputs: Iterable[Input], encoder: Encoder, allow_loss: bool
+    inputs: Iterable[Input], encoder: Encoder, allow_loss: bool, folder: Path | None = None
 ) -> list[dict[str, int | str]]:
     """Encode and decode the first documents of each source, and print what is lost.
 
-    A normalisation that the tokenizer declares is printed once, and is no loss.
+    A normalisation that the tokenizer declares is printed once, and is no loss. If `folder` is the
+    tokenizer's, and transformers is installed, the ids are compared with AutoTokenizer's.
 
     Returns:
         The losses as meta.json keeps them; empty if there are none.
 
     Raises:
-        DataError: more than ALLOWED_SHARE of a source is lost, unless `allow_loss`.
+        DataError: more than ALLOWED_SHARE of a source is lost, unless `allow_loss`; or
+            AutoTokenizer gives other ids.
     """
     tokenizer = encoder.tokenizer
+    peer = load_auto_tokenizer(folder) if folder else None
     losses = []
-    normalised = ""
+    normalised: dict[str, str] = {}  # examples by the normalisation
     for source, files in groupby(inputs, lambda file: file.source):
         loss = Loss(source or "the corpus")
         for text in _read_sample(list(files), encoder):
-            lost, example = compare_text(tokenizer, text)
+            if peer and isinstance(tokenizer, FileTokenizer):
+                compare_ids(tokenizer, peer, text[:LEAST_CHARACTERS])
+            change = compare_text(tokenizer, text)
             loss.characters += len(text)
-            loss.lost += lost
-            if lost:
-                loss.example = loss.example or example
-            else:
-                normalised = normalised or example
+            loss.lost += change.lost
+            if change.lost:
+                loss.example = loss.example or change.example
+            elif change.example:
+                normalised.setdefault(change.reason, change.example)
         if loss.lost:
             losses.append(loss)
-    if normalised:
-        print(
-            f"note: {tokenizer.name} normalises text ({_name_normalizers(tokenizer)}): {normalised}"
-        )
+    for reason, example in normalised.items():
+        print(f"note: tokenizer {tokenizer.name} normalises text ({reason}): {example}")
     for loss in losses:
         if loss.share > ALLOWED_SHARE and not allow_loss:
             raise DataError(
@@ -80,6 +85,36 @@ def measure_losses(
             )
         print(f"warning: tokenizer {tokenizer.name}: {loss.describe()}")
     return [asdict(loss) for loss in losses]
+
+
+def load_auto_tokenizer(folder: Path) -> Any:
+    """Transformers' tokenizer of a folder; None without transformers or if it cannot read it."""
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception:  # of many kinds, and transformers is not needed here
+        return None
+
+
+def compare_ids(tokenizer: FileTokenizer, peer: Any, text: str) -> None:
+    """Raise DataError if AutoTokenizer's `peer` gives other ids for a text.
+
+    Some of transformers' classes do not read the normaliser and the rules of a tokenizer.json. A
+    text that spells a special token, which transformers reads as the token, is not compared.
+    """
+    special = {*peer.all_special_tokens, str(tokenizer.file.id_to_token(tokenizer.eot))}
+    for token in tokenizer.file.get_added_tokens_decoder().values():
+        if token.special:
+            special.add(token.content)
+    if any(token in text for token in special):
+        return
+    if peer(text, add_special_tokens=False)["input_ids"] != tokenizer.encode(text):
+        raise DataError(
+            f"tokenizer {tokenizer.name}: transformers' {type(peer).__name__} gives other ids than "
+            f"{TOKENIZER_FILE} for {text[:40]!r}: set tokenizer_class to PreTrainedTokenizerFast "
+            f"in its tokenizer_config.json, which reads {TOKENIZER_FILE} as it is"
+        )
 
 
 def _read_sample(files: list[Input], encoder: Encoder) -> Iterator[str]:
@@ -104,28 +139,33 @@ def _read_sample(files: list[Input], encoder: Encoder) -> Iterator[str]:
             return
 
 
-def compare_text(tokenizer: Tokenizer, text: str) -> tuple[int, str]:
-    """Encode and decode a text.
+class Change(NamedTuple):
+    """What encoding and decoding changes in a text."""
 
-    Returns:
-        (number of characters that are lost, an example of what changed). With 0 characters the
-        change is a normalisation that the tokenizer declares; without an example there is none.
-    """
+    lost: int = 0  # characters that a declared normalisation does not explain
+    example: str = ""  # empty: the text comes back as it is
+    reason: str = ""  # the normalisation, if nothing is lost
+
+
+def compare_text(tokenizer: Tokenizer, text: str) -> Change:
+    """Encode and decode a text; describe what changed."""
     ids = tokenizer.encode(text)
     if isinstance(tokenizer, FileTokenizer):
         ids = [i for i in ids if i != tokenizer.unk]
     decoded = tokenizer.decode(ids)
     if decoded == text:
-        return 0, ""
+        return Change()
     lost = count_changes(text, decoded)
     if not lost:
-        return 0, f"{text[:CONTEXT]!r} becomes {decoded[:CONTEXT]!r}"
+        example = f"{text[:CONTEXT]!r} becomes {decoded[:CONTEXT]!r}"
+        return Change(0, example, "a space at the start")
     expected = _normalize(tokenizer, text)
-    if expected != text:
-        changes = count_changes(expected, decoded) + count_dropped_letters(text, expected)
-        if changes < lost:
-            return changes, show_difference(expected if changes else text, decoded)
-    return lost, show_difference(text, decoded)
+    unexplained = count_changes(expected, decoded) + count_dropped_letters(text, expected)
+    if not unexplained:
+        return Change(0, show_difference(text, decoded), _name_normalizers(tokenizer))
+    if unexplained < lost:
+        return Change(unexplained, show_difference(expected, decoded))
+    return Change(lost, show_difference(text, decoded))
 
 
 def count_changes(text: str, decoded: str) -> int:
@@ -162,8 +202,7 @@ def _normalize(tokenizer: Tokenizer, text: str) -> str:
 def _name_normalizers(tokenizer: Tokenizer) -> str:
     """The types of the normalisers in a tokenizer.json."""
     normalizer = json.loads(tokenizer.files.get(TOKENIZER_FILE, b"{}")).get("normalizer")
-    if not normalizer:
-        return "a space at the start"
+    assert normalizer  # or nothing had explained the change
     parts = normalizer.get("normalizers", [normalizer])
     return ", ".join(part["type"] for part in parts)
 

@@ -253,6 +253,22 @@ def test_the_table_of_kinds(run, folders, tmp_path, kind):
     assert ids.tolist() == wanted
 
 
+def test_ids_that_auto_tokenizer_gives_otherwise_are_refused(run, folders, tmp_path):
+    """A class of transformers that builds its own rules, by the folder's config.json."""
+    files = {"tokenizer.json": (folders["Metaspace"] / "tokenizer.json").read_bytes()}
+    files["config.json"] = b'{"model_type": "gpt2", "eos_token_id": 1}'
+    folder = write_tree(tmp_path / "tokenizer", files)
+    source = write_tree(tmp_path / "in", {"a.jsonl": jsonl(MIXED)})
+    args = ("text", "--source", source, "--tokenizer", folder, "--val-fraction", 0.3)
+    theirs = AutoTokenizer.from_pretrained(folder)(MIXED[0], add_special_tokens=False)["input_ids"]
+    assert theirs != load_tokenizer(str(folder)).encode(MIXED[0])
+    out = run(*args, code=2)
+    assert "GPT2Tokenizer gives other ids than tokenizer.json" in out
+    remedy = b'{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    write_tree(folder, {"tokenizer_config.json": remedy})
+    run(*args)
+
+
 def test_unknown_characters_are_counted(run, folders, tmp_path, capsys):
     """As many as the text has outside the alphabet of a byte-level tokenizer without all bytes."""
     known = set("".join(LATIN)) | {" "}
@@ -262,14 +278,17 @@ def test_unknown_characters_are_counted(run, folders, tmp_path, capsys):
     args = ("text", "--source", source, "--tokenizer", folders["no alphabet"])
     out = run(*args, "--val-fraction", 0.3, code=2)
     share = lost / sum(map(len, texts))
-    assert f"{lost:,} of {sum(map(len, texts)):,} characters ({share:.2%})" in out
+    assert f"{lost:,} of {sum(map(len, texts)):,} characters ({100 * share:.3g}%)" in out
     assert "日本" in out and "--allow-loss" in out and not (tmp_path / "out/text").exists()
     out = run(*args, "--val-fraction", 0.3, "--allow-loss")
-    assert f"({share:.2%})" in out
+    assert f"({100 * share:.3g}%)" in out
     (loss,) = read_meta(tmp_path / "out/text").source["losses"]
     assert (loss["lost"], loss["characters"]) == (lost, sum(map(len, texts)))
     verify(["text", "--out", str(tmp_path / "out")])
-    assert f"({share:.2%}) of the first documents of {source} are lost" in capsys.readouterr().out
+    assert (
+        f"({100 * share:.3g}%) of the first documents of {source} are lost"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_small_loss_is_said_and_kept(folders, tmp_path, capsys):
@@ -289,16 +308,16 @@ def test_a_declared_normalisation_is_said_once(folders, tmp_path, capsys):
     assert out.count("note: ") == 1 and "NFC, Lowercase" in out and "becomes 'über a'" in out
     made.normalizer = normalizers.Replace("B", "")  # removes a letter: not a normalisation
     own = FileTokenizer("drops", made.to_str().encode(), 1)
-    assert compare_text(own, "A B")[0] == 1
+    assert compare_text(own, "A B").lost == 1
     with pytest.raises(DataError, match="--allow-loss"):
         measured(own, tmp_path, ["A B"], False)
 
 
 def test_white_space_that_does_not_come_back(folders):
     own = load_tokenizer(str(folders["WordPiece"]))
-    assert compare_text(own, "The Quick brown")[0] == 0
-    assert compare_text(own, "quick\n\n\nbrown")[0] == 2  # the normaliser makes them three spaces
-    assert "becomes" in compare_text(own, "quick ☃ brown")[1]
+    assert compare_text(own, "The Quick brown").lost == 0
+    assert compare_text(own, "quick\n\n\nbrown").lost == 2  # the normaliser makes them three spaces
+    assert "becomes" in compare_text(own, "quick ☃ brown").example
 
 
 def test_each_source_is_measured(run, folders, tmp_path):
