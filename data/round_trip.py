@@ -160,7 +160,7 @@ def compare_text(tokenizer: Tokenizer, text: str) -> Change:
         example = f"{text[:CONTEXT]!r} becomes {decoded[:CONTEXT]!r}"
         return Change(0, example, "a space at the start")
     expected = _normalize(tokenizer, text)
-    unexplained = count_changes(expected, decoded) + count_dropped_letters(text, expected)
+    unexplained = count_changes(expected, decoded) + count_dropped(text, expected)
     if not unexplained:
         return Change(0, show_difference(text, decoded), _name_normalizers(tokenizer))
     if unexplained < lost:
@@ -182,14 +182,15 @@ def count_changes(text: str, decoded: str) -> int:
     return max(1, missing.total(), added.total())  # 1: the order differs
 
 
-def count_dropped_letters(text: str, normalised: str) -> int:
-    """Letters and digits that a normaliser removes; case, accents and width do not count."""
+def count_dropped(text: str, normalised: str) -> int:
+    """Visible characters that a normaliser removes; case, accents and width do not count."""
     return (_fold(text) - _fold(normalised)).total()
 
 
 def _fold(text: str) -> Counter[str]:
+    """The letters, digits, punctuation and symbols of a text, in lower case without accents."""
     compatible = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
-    return Counter(character for character in compatible if character.isalnum())
+    return Counter(c for c in compatible if unicodedata.category(c)[0] in "LNPS")
 
 
 def _normalize(tokenizer: Tokenizer, text: str) -> str:
