@@ -243,9 +243,9 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
     try:
         content = (folder / TOKENIZER_FILE).read_bytes()
         ids = _read_settings(folder / "config.json").get("eos_token_id")
-        name = _read_settings(folder / "tokenizer_config.json").get("eos_token")
-        if isinstance(name, dict):  # an added token with its attributes
-            name = name["content"]
+        settings = _read_settings(folder / "tokenizer_config.json")
+        name = _token_text(settings.get("eos_token"))
+        content = mark_special_tokens(content, settings)
         tokenizer = FileTokenizer(folder.resolve().name, content, -1)
     except Exception as error:  # `tokenizers` raises plain Exceptions
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -257,6 +257,30 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
         ids = []
     eot = check_eot(folder, tokenizer, ids if isinstance(ids, list) else [ids], name)
     return FileTokenizer(tokenizer.name, content, eot)
+
+
+def mark_special_tokens(content: bytes, settings: dict) -> bytes:
+    """Mark the special tokens of a tokenizer_config.json as special in a tokenizer.json.
+
+    Returns `content` as it is if all are marked already.
+    """
+    special = {_token_text(token) for key, token in settings.items() if key.endswith("_token")}
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        special.update(_token_text(token) for token in settings.get(key) or [])
+    for token in (settings.get("added_tokens_decoder") or {}).values():
+        if token.get("special"):
+            special.add(token["content"])
+    body = json.loads(content)
+    changed = False
+    for token in body.get("added_tokens") or []:
+        if token["content"] in special and not token["special"]:
+            token["special"] = True
+            changed = True
+    return json.dumps(body, ensure_ascii=False).encode() if changed else content
+
+
+def _token_text(token: str | dict | None) -> str | None:
+    return token["content"] if isinstance(token, dict) else token
 
 
 def _read_settings(path: Path) -> dict:
