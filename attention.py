@@ -61,10 +61,10 @@ def find_starts(idx: Tensor, token: int, position: Tensor) -> Tensor:
 class KVCache:
     """Keys and values of the tokens so far, so that a new token costs one token's work.
 
-    For evaluation only. Rows of unequal length are padded on the left, so row b starts at column
-    start[b], or on the right, where later columns attend to nothing real. With document masks
-    start[b] is where the document of its last column starts. A forward pass calls `prepare` once
-    and `update` once per layer.
+    For evaluation only. Rows may have unequal length. Padded on the left, row b starts at column
+    start[b]. Padded on the right, start[b] is 0, and columns after its end see only padding and
+    the row. With document masks start[b] is where the document of its last column starts. A forward
+    pass calls `prepare` once and `update` once per layer.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """The paper's GPT: decoder-only, pre-norm, a dense MLP or a mixture of experts in every block.
 
-The paper leaves most of the architecture open; docs/choices.md lists each choice made here. Shapes in
-comments: B sequences, T positions, C = n_embd, nh heads of size hs, N = B·T tokens, E experts, K =
-top_k, H = expert_hidden, V = vocab_size, L = n_layer.
+The paper leaves most of the architecture open; docs/choices.md lists each choice made here.
+
+Shapes in comments: B sequences, T positions, C = n_embd, nh heads of size hs, N = B·T tokens, E
+experts, K = top_k, H = expert_hidden, V = vocab_size, L = n_layer.
 """
 
 import math
@@ -67,9 +68,8 @@ class Experts(nn.Module):
         self.w_out = nn.Parameter(torch.empty(E, H, C))
         self.backend = config.backend
         self.activation = config.activation
-        self.copies: tuple[Tensor, Tensor] | None = (
-            None  # w_in and w_out as GPT.cast_once cast them
-        )
+        # w_in and w_out as GPT.cast_once cast them
+        self.copies: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return expert_mlp(

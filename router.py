@@ -344,9 +344,8 @@ class DeadTokenGradient(torch.autograd.Function):
         (weights,) = ctx.saved_tensors  # (N, K)
         top_k = weights.shape[-1]
         is_dead = weights.sum(-1, keepdim=True) == 0  # (N, 1)
-        rise = d_weights.sum(-1, keepdim=True).clamp_max(
-            0
-        )  # (N, 1) negative: descent raises logits
+        # (N, 1) negative, since descent then raises the logits
+        rise = d_weights.sum(-1, keepdim=True).clamp_max(0)
         d_logit = torch.where(is_dead, rise / (top_k * ctx.n_expert), 0)
         return d_weights, d_logit.expand(-1, ctx.n_expert)
 
@@ -413,9 +412,9 @@ def top_k_indices(scores: Tensor, k: int) -> Tensor:
 def hash_table(n_id: int, n_expert: int, top_k: int, seed: int) -> Tensor:
     """A random table of distinct experts for each token id.
 
-    The table is made of random permutations of the experts, each repeated until its end is the end
-    of a row. So in the first n rows, for any n, experts appear equally often, up to one, and ids
-    that only pad the vocabulary change nothing.
+    Each row takes the next K experts of random permutations of the experts; a permutation repeats
+    until its end is the end of a row. So after any number of rows, counts of two experts differ by
+    at most one, and ids that only pad the vocabulary change nothing.
 
     Args:
         n_id: vocabulary size.

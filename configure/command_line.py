@@ -100,7 +100,11 @@ def _describe_type(key: str) -> str:
 
 def _exit(status: int, text: str) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr if status else sys.stdout)
+        try:
+            print(text, file=sys.stderr if status else sys.stdout, flush=True)
+        except BrokenPipeError:  # the reader has left, as in `--help | head`
+            # the interpreter flushes stdout once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(status)
 
 

@@ -376,7 +376,8 @@ def _write_batch(writer: Writer, encoded: Encoded, cuts_documents: bool) -> None
     for split, ids in (("train", encoded.train), ("val", encoded.val)):
         documents = int(np.count_nonzero(ids == writer.tokenizer.eot))
         if cuts_documents and not writer.splits[split].tokens:
-            ids = ids[1:]  # between the parts of cut documents only, so not before the first
+            # an end-of-text precedes each part of a cut document, but a split starts without one
+            ids = ids[1:]
         writer.write(split, ids, documents)
 
 

@@ -315,10 +315,10 @@ def check_eot(folder: Path, tokenizer: FileTokenizer, ids: list, name: str | Non
             f"{TOKENIZER_FILE}; {remedy}"
         )
     if ids and named is not None and named not in ids:
+        other = tokenizer.file.id_to_token(ids[0])
         raise DataError(
-            f"{folder}: config.json's eos_token_id {ids[0]} is {tokenizer.file.id_to_token(ids[0])!r}"
-            f", tokenizer_config.json's eos_token is {name!r} ({named}); correct one of the two, or "
-            f"{remedy}"
+            f"{folder}: config.json's eos_token_id {ids[0]} is {other!r}, tokenizer_config.json's "
+            f"eos_token is {name!r} ({named}); correct one of the two, or {remedy}"
         )
     if not ids and named is None:
         raise DataError(

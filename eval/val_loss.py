@@ -14,9 +14,9 @@ loss: mean of -log p(token) over the scored tokens, in nats. ± is its standard 
 which are taken as independent; windows of one document are not. With a single document it is the
 standard error over windows and says nothing about other documents.
 perplexity: e^loss.
-bits per byte: total nats / ln 2 / UTF-8 bytes of the scored text. An end-of-text token has no bytes,
-but its nats count. Only this measure compares across tokenizers. The bytes of a text file are its
-own; a prepared set's are those that its tokens decode to.
+bits per byte: total nats / ln 2 / UTF-8 bytes of the scored text. An end-of-text token has no
+bytes, but its nats count. Only this measure compares across tokenizers. The bytes of a text file
+are its own; a prepared set's are those that its tokens decode to.
 
 Prints a table, and appends one line of JSON per row to runs/NAME/eval/step_…/val_loss.json.
 """

@@ -37,8 +37,8 @@ from runtime import RankError, RunError, distributed, folder
 NANOGPT_FILE = "ckpt.pt"
 NANOGPT_REMEDY = (
     "nanoGPT's ckpt.pt is a pickle, which can run code when it is read, so it is not read here; "
-    "write its model with transformers (GPT2LMHeadModel, save_pretrained; nanoGPT's from_pretrained "
-    "shows which matrices are transposed) and give that folder"
+    "write its model with transformers (GPT2LMHeadModel, save_pretrained; nanoGPT's "
+    "from_pretrained shows which matrices are transposed) and give that folder"
 )
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -4,7 +4,7 @@ Rows are sorted by expert and stored in slots, some of them padding, so that one
 the blocks of several experts. Dropless at any imbalance. Three ways:
 
     make_blocks      GPU: blocks of 128 slots, as many as any routing can need, so the host never
-        waits for the device.
+                     waits for the device.
     make_parts       CPU: takes a few experts at a time, with one block each and of similar loads,
                      so that their data is in the cache.
     NarrowExperts    CPU, few hidden units: computes each token's hidden units one by one.
@@ -149,7 +149,7 @@ def make_parts(
     for end in range(1, n_expert + 1):
         part = sizes[first : end + 1]  # with one more expert
         full = len(part) > together or len(part) * part[0] > min(most, 17 / 16 * sum(part))
-        if end == n_expert or part[0] and full:  # idle experts are one part
+        if end == n_expert or (full and part[0] > 0):  # idle experts are one part
             ranges.append((first, end))
             sizes[first:end] = [part[0]] * (end - first)
             first = end

@@ -4,13 +4,14 @@ Any router of router.py's formula is two stages of x ↦ post(φ(pre(x))), norms
 use: the first over all E columns gives the scores that experts are chosen by, the second over the K
 chosen ones gives their gates.
 
-    route       a program takes ROWS tokens of one sequence: both stages, the choice of experts, its
-    tokens' sums route_sum   adds up the programs' sums, in fixed order route_grad  computes both
-    stages again, and the gradient of the logits from those of gates, mean scores and z-loss
+    route       a program takes ROWS tokens of one sequence: both stages, the choice of experts, and
+                sums over its tokens
+    route_sum   adds up the programs' sums, in fixed order
+    route_grad  computes both stages again, and the gradient of the logits from the gradients of
+                gates, mean scores and z-loss
 
 The choice takes K steps: the largest score, and of equal ones the lowest column. There are no
-atomics, so runs repeat
-bit for bit. Saved for the backward pass: logits and experts.
+atomics, so runs repeat bit for bit. Saved for the backward pass: logits and experts.
 """
 
 from typing import Any, NamedTuple

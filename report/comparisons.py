@@ -238,7 +238,7 @@ def find_pairs(group: Group, baseline: str) -> list[tuple[Variant, Variant]]:
         has_baseline = baseline in (left.label, right.label)
         if not has_baseline and not is_natural_pair(group, left, right):
             continue
-        is_baseline_router = left.router == baseline != right.router
+        is_baseline_router = left.router == baseline and right.router != baseline
         if left.label == baseline or is_baseline_router:
             pairs.append((right, left))
         else:

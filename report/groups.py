@@ -129,7 +129,7 @@ class Group:
         """
         candidates = []
         for other in self.variants:
-            is_other_router = other.router == name != variant.router
+            is_other_router = other.router == name and variant.router != name
             is_named = other.label == name or is_other_router
             if is_named and other is not variant and variant.shares_seed(other):
                 candidates.append(other)

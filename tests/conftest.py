@@ -114,7 +114,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tiny(folder: Path, corpus: Path) -> Path:
-    """Write folder/tiny.toml: 2 layers, 8 experts, 4 steps on the tiny corpus, runs in folder/runs."""
+    """Write folder/tiny.toml: 2 layers, 8 experts, 4 steps on the tiny corpus, runs in folder."""
     file = folder / "tiny.toml"
     file.write_text(TINY.format(runs=(folder / "runs").as_posix(), data=corpus.as_posix()))
     return file

@@ -67,9 +67,9 @@ def assert_near(
         (wanted if size is None else size.double()).norm().item(),
     )
     share = error / (tolerance * norm) if norm else 0.0 if error == 0 else math.inf
-    assert share <= SHARE, (
-        f"{name}: error {error / max(norm, 1e-300):.1e} is {share:.2f} of the tolerance {tolerance:.1e}"
-    )
+    relative = error / max(norm, 1e-300)
+    message = f"{name}: error {relative:.1e} is {share:.2f} of the tolerance {tolerance:.1e}"
+    assert share <= SHARE, message
 
 
 @contextmanager

@@ -1,6 +1,4 @@
-"""router.py and balance.py: every router against its formula by hand, KERN's properties, the losses that balance
-experts.
-"""
+"""Every router against its formula by hand, KERN's properties, the losses that balance experts."""
 
 import math
 

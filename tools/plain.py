@@ -2,10 +2,11 @@
 
     python -m tools.plain [--base COMMIT]
 
-The counts are lines with `fmt: skip`, comprehensions inside a comprehension, literals and conditional
-expressions that are splatted into a call or a display (`f(*(a, b))`), and functions that ruff calls too
-complex (C901 above 10). Without --base, the base is where this branch left origin/main, or the commit
-before the last. Exit code 1 if a count rose; the new places of that kind are then printed.
+The counts are lines with `fmt: skip`, comprehensions inside a comprehension, literals and
+conditional expressions that are splatted into a call or a display (`f(*(a, b))`), and functions
+that ruff calls too complex (C901 above 10). Without --base, the base is where this branch left
+origin/main, or the commit before the last. Exit code 1 if a count rose; the new places of that kind
+are then printed.
 """
 
 import ast
@@ -29,7 +30,7 @@ def run_git(*arguments: str) -> bytes:
 
 
 def find_base() -> str:
-    """The commit that a change is compared with, as the module's docstring says; "" if there is none."""
+    """The commit to compare with, by the rule in the module's docstring; "" if there is none."""
     head = run_git("rev-parse", "HEAD").decode().strip()
     for command in (["merge-base", "origin/main", "HEAD"], ["rev-parse", "--verify", "HEAD~1"]):
         answer = subprocess.run(["git", *command], capture_output=True, text=True)
