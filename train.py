@@ -165,7 +165,7 @@ def forward_backward(
     for x, y in islice(batches, accumulation):
         micro_batches.append((x.to(device, non_blocking=True), y.to(device, non_blocking=True)))
     passes = partial(run_passes, state, accumulation, train)
-    state.graph.start_step(state.optimizer.valid_copies().values())
+    state.graph.start_step(state.optimizer.valid_copies())
     with state.cast_experts_once():
         loads = None
         if needs_step_loads(state, train) and accumulation > 1:

@@ -163,6 +163,8 @@ def make_up_descriptors(
     """Make descriptors of w_in (E, C, P) for a tile's two parts; none where they do not fit."""
     if tile is None or C % tile.depth != 0:
         return []
+    if glu and w_in.shape[2] // 2 * w_in.itemsize % 16:
+        return []  # the kernel loads the second half at column H: a descriptor's rule of 16 bytes
     widths = [tile.cols // 2, tile.cols // 2] if glu else split_width(tile.cols)
     if not glu and sum(widths) != tile.cols:
         return []

@@ -4,7 +4,7 @@ Without it the host launches each of some 900 kernels, which lasts longer than t
 themselves: on an H200 a step of config/125m.toml lasts 103 ms, with it 81 (docs/performance.md).
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,25 +34,37 @@ class StepGraph:
     """Captures the passes of a step's micro-batches, and replays them in later steps.
 
     A step's first micro-batch writes the gradients, all others add to them: two graphs.
+
+    A step casts experts' weights before its passes. A graph reads those casts by their addresses,
+    so a step is captured or replayed only if the optimizer keeps all of them in place.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], enabled: bool) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        enabled: bool,
+        cast_weights: Sequence[Tensor] = (),
+    ) -> None:
+        """Set up without capturing. `cast_weights` are the weights that a step casts."""
         self.parameters = list(parameters)
+        self.cast_weights = cast_weights
         self.enabled = enabled
         self.n_step = 0
         self.captured: dict[bool, Captured] = {}  # the key is True for the step's first micro-batch
-        self.copies: list[int] = []  # addresses that the graphs read
+        self.addresses: list[int] = []  # of the casts that the graphs read
         self.replays = False
         self.is_first = True
 
-    def start_step(self, copies: Collection[Tensor]) -> None:
-        """Decide how the step is run. `copies` of experts' weights are valid now."""
-        addresses = [copy.data_ptr() for copy in copies]
-        if not self.captured:
-            self.copies = addresses
+    def start_step(self, copies: Mapping[Tensor, Tensor]) -> None:
+        """Decide how the step is run. `copies` by weight are valid casts, kept by the optimizer."""
         # after weights were loaded or exchanged there are no valid copies for a step
-        same_copies = addresses == self.copies
-        self.replays = self.enabled and self.n_step >= WARM_UP and same_copies
+        keeps_casts = all(weight in copies for weight in self.cast_weights)
+        self.replays = self.enabled and self.n_step >= WARM_UP and keeps_casts
+        if self.replays:
+            addresses = [copies[weight].data_ptr() for weight in self.cast_weights]
+            if not self.captured:
+                self.addresses = addresses
+            self.replays = addresses == self.addresses
         self.is_first = True
         self.n_step += 1
 
@@ -116,21 +128,29 @@ def capture_graph(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CU
     return graph, outputs
 
 
-def can_capture(asked: str, device: torch.device, world_size: int, planned_bytes: int) -> bool:
+def can_capture(
+    asked: str, device: torch.device, is_sharded: bool, keeps_casts: bool, planned_bytes: int
+) -> bool:
     """Return True if train.cuda_graph = `asked` captures; prints a line if it is "on" and cannot.
 
     Args:
         asked: "auto", "on" or "off".
         device: where the run computes.
-        world_size: ranks of the run.
+        is_sharded: the run has several ranks or a train.parallel other than ddp.
+        keeps_casts: the optimizer keeps half-precision copies of all weights that a step casts.
         planned_bytes: memory that the run is expected to need. A graph does not share the memory of
             its activations, so "auto" leaves a part of the device free for evaluations.
     """
     if asked == "off":
         return False
-    if device.type == "cuda" and world_size == 1:
-        capacity = memory_bytes(device)
-        return asked == "on" or (capacity is not None and planned_bytes < MOST_PLANNED * capacity)
-    if asked == "on":
-        print_once("train.cuda_graph: steps run without a graph: it needs one CUDA device")
-    return False
+    reason = ""
+    if device.type != "cuda" or is_sharded:
+        reason = "one CUDA device and train.parallel = ddp"
+    elif not keeps_casts:
+        reason = "optim.name = adamw and model.backend = triton, or train.dtype = float32"
+    if reason:
+        if asked == "on":
+            print_once(f"train.cuda_graph: steps run without a graph: it needs {reason}")
+        return False
+    capacity = memory_bytes(device)
+    return asked == "on" or (capacity is not None and planned_bytes < MOST_PLANNED * capacity)

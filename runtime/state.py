@@ -325,7 +325,13 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     optimizer = build_optimizer(model, config.optim, copy_dtype)
     joined = torch.compile(join, fullgraph=True) if compiles else join
     planned_bytes = sum(plan.memory)
-    captures = can_capture(train.cuda_graph, plan.device, ranks.world_size, planned_bytes)
+    cast_weights: list[Tensor] = []
+    if compute.shares_casts and plan.dtype != torch.float32:
+        for mixture in mixtures:
+            cast_weights += [mixture.experts.w_in, mixture.experts.w_out]
+    keeps_casts = not cast_weights or (copy_dtype is not None and config.optim.name == "adamw")
+    is_sharded = ranks.world_size > 1 or compute.sharded
+    captures = can_capture(train.cuda_graph, plan.device, is_sharded, keeps_casts, planned_bytes)
     state = TrainState(
         step=start.step,
         metadata=build_metadata(start, plan.data, threads),
@@ -338,7 +344,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         selection_bias=selection_bias,
         average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
         interval=Statistics(len(mixtures), config.model.n_expert, ranks.device, join=joined),
-        graph=StepGraph(model.parameters(), captures),
+        graph=StepGraph(model.parameters(), captures, cast_weights),
     )
     if start.step:
         checkpoint.restore(start.checkpoints, start.step, model, optimizer.parts, state.tensors)

@@ -1,11 +1,13 @@
 """runtime/graph.py: a run with train.cuda_graph is equal to one without it, to the bit."""
 
+import gc
 from unittest import mock
 
 import pytest
 import torch
 from runs import end, run
 
+from model import Experts
 from runtime import graph, state
 
 FEATURES = [
@@ -26,6 +28,10 @@ class Rerun:
 
     def __init__(self, function, parameters):
         self.function, self.parameters = function, parameters
+        # a CUDA graph goes on reading the casts of experts' weights that it was captured with
+        mixtures = [item for item in gc.get_objects() if type(item) is Experts]
+        self.experts = [experts for experts in mixtures if experts.copies is not None]
+        self.copies = [experts.copies for experts in self.experts]
         self.is_first = parameters[0].grad is None
         before = [None if p.grad is None else p.grad.clone() for p in parameters]
         with torch.random.fork_rng([]):
@@ -42,7 +48,12 @@ class Rerun:
         if self.is_first:
             for p in self.parameters:
                 p.grad = None
+        now = [experts.copies for experts in self.experts]
+        for experts, copies in zip(self.experts, self.copies, strict=True):
+            experts.copies = copies
         outputs = self.function()
+        for experts, copies in zip(self.experts, now, strict=True):
+            experts.copies = copies
         for static, new in zip(self.outputs, outputs, strict=True):
             static.copy_(new)
         for static, p in zip(self.gradients, self.parameters, strict=True):
@@ -63,8 +74,8 @@ def captured(monkeypatch):
         rerun = Rerun(function, parameters[-1])
         return rerun, rerun.outputs
 
-    def build(model_parameters, enabled):
-        built = graph.StepGraph(model_parameters, enabled)
+    def build(model_parameters, *rest):
+        built = graph.StepGraph(model_parameters, *rest)
         parameters.append(built.parameters)
         return built
 
@@ -108,15 +119,46 @@ def test_steps_run_without_a_graph_that_cannot_be_captured(tiny, captured, fails
     assert capsys.readouterr().out.count(line) == 1
 
 
+@pytest.mark.parametrize("more", [[], ["optim.name=muon"], ["eval.interval=3"]])
+def test_steps_that_cast_weights_anew_are_not_replayed(tiny, captured, more):
+    """Without Triton no optimizer keeps bfloat16 casts: a graph would read those of an old step."""
+    compare_runs(tiny, "train.dtype=bfloat16", *more)
+    assert captured == []
+
+
+def test_a_step_is_replayed_with_the_casts_that_were_captured():
+    weights = [torch.zeros(2), torch.ones(2)]
+    kept = {weight: weight.bfloat16() for weight in weights}
+    moved = {weight: weight.bfloat16() for weight in weights}
+    steps = graph.StepGraph([], True, weights)
+    replayed = []
+    for copies in ({}, kept, kept, {}, kept, kept, {weights[0]: kept[weights[0]]}, moved, kept):
+        steps.start_step(copies)
+        replayed.append(steps.replays)
+        if steps.replays:
+            steps.captured[True] = None
+    assert replayed == [False, False, False, False, True, True, False, False, True]
+
+
 def test_a_graph_needs_one_gpu_with_memory_to_spare(capsys, monkeypatch):
     monkeypatch.setattr(graph, "memory_bytes", lambda device: 1000)
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert graph.can_capture("auto", gpu, 1, 699) and graph.can_capture("on", gpu, 1, 900)
-    refused = [("auto", gpu, 1, 700), ("auto", gpu, 2, 1), ("auto", cpu, 1, 1), ("off", gpu, 1, 1)]
+    assert graph.can_capture("auto", gpu, False, True, 699)
+    assert graph.can_capture("on", gpu, False, True, 900)
+    refused = [
+        ("auto", gpu, False, True, 700),
+        ("auto", gpu, True, True, 1),
+        ("auto", gpu, False, False, 1),
+        ("auto", cpu, False, True, 1),
+        ("off", gpu, False, True, 1),
+    ]
     assert not any(graph.can_capture(*inputs) for inputs in refused)
     assert capsys.readouterr().out == ""
-    assert not graph.can_capture("on", cpu, 1, 1) and not graph.can_capture("on", gpu, 2, 1)
+    assert not graph.can_capture("on", cpu, False, True, 1)
+    assert not graph.can_capture("on", gpu, True, True, 1)
     assert capsys.readouterr().out.count("it needs one CUDA device") == 2
+    assert not graph.can_capture("on", gpu, False, False, 1)
+    assert "it needs optim.name = adamw and model.backend = triton" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -299,7 +299,7 @@ def test_a_norm_over_all_after_one_over_the_chosen_is_refused(phi, over_topk, ov
 
 
 def test_which_scores_are_bounded():
-    """Those of logits from tiny to huge are within `reach`, and some are nearly as far apart."""
+    """Those of logits from tiny to huge are within `score_range`; some are nearly as far apart."""
     assert {*SPARSE} - {*BOUNDED} == {"kern-after", "sqrtsoftplus"}
     formulas = [
         "identity, post=l1 over all",

@@ -33,6 +33,17 @@ assert triton_experts.INTERPRETED or torch.cuda.is_available(), (
 )
 
 
+@pytest.mark.parametrize(
+    "H, dtype, fits",
+    [(12, torch.float16, False), (16, torch.float16, True), (12, torch.float32, True)],
+)
+def test_descriptors_of_gated_experts_start_at_16_bytes(H, dtype, fits):
+    """The second half of w_in starts at column H, of which a descriptor asks whole 16 bytes."""
+    w_in = torch.zeros(2, 32, 2 * H, dtype=dtype)
+    descriptors = triton_experts.make_up_descriptors(w_in, SMALL, 32, glu=True)
+    assert bool(descriptors) == fits
+
+
 @pytest.fixture
 def small_tiles(monkeypatch):
     for table in triton_experts.TILES.values():

@@ -72,7 +72,16 @@ def contains_comprehension(node: ast.AST) -> bool:
 
 def find_complex_functions(root: Path, names: Iterable[str]) -> list[str]:
     """Functions of more than 10 branches in these files by ruff's C901, as `FILE: message`."""
-    command = ["ruff", "check", "--isolated", "--no-cache", "--output-format", "concise"]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--no-cache",
+        "--output-format",
+        "concise",
+    ]
     output = subprocess.run(
         [*command, *COMPLEXITY, *names], cwd=root, capture_output=True, text=True
     )

@@ -59,8 +59,8 @@ class Step:
 
     @cached_property
     def graph(self) -> StepGraph:
-        """As in train.py; the first call runs the steps that come before a capture."""
-        captures = can_capture(self.config.train.cuda_graph, self.device, 1, 0)
+        """As in train.py, but weights are cast within the graph; runs the steps before it."""
+        captures = can_capture(self.config.train.cuda_graph, self.device, False, True, 0)
         graph = StepGraph(self.parts[0].parameters(), captures)
         if captures:
             for _ in range(WARM_UP):
@@ -75,7 +75,7 @@ class Step:
         """Run the step's passes by `graph`, and update."""
         _, optimizer, updates, (x, y) = self.parts
         try:
-            graph.start_step(optimizer.valid_copies().values())
+            graph.start_step(optimizer.valid_copies())
             loss, _ = graph.run(self.run_passes, x, y, None)
             # at rate 0, so that weights and routing stay as at the start
             updates.step(0, 0.0, loss)
