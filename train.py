@@ -246,7 +246,8 @@ def train(
         )
         batches = prefetch(rank_batches.read(range(state.step, max_steps)))
         stack.callback(batches.close)
-        cadence = Cadence(config, state.step, state.step in plan.evaluated_steps, ranks, stop)
+        evaluated = state.step in plan.evaluated_steps
+        cadence = Cadence(config, state.step, evaluated, ranks, stop, saver)
         guard = Guard(plan.run, state, ranks, partial(recompute, state, rank_batches, config))
 
         for step in range(state.step, max_steps + 1):  # `step` optimizer steps are done

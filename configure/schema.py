@@ -473,7 +473,8 @@ class Train(Section):
     )
     checkpoint_interval: int = key(
         -1,
-        "steps between checkpoints; -1: max_steps / 10, 0 disables",
+        "steps between checkpoints; 0 disables; -1: max_steps / 10, or more where saves would take "
+        "more than a twentieth of the time",
         ge=-1,
         resume=True,
         scaled=True,

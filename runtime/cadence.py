@@ -1,12 +1,16 @@
 """Decide what is due at a step: evaluation, a checkpoint, a line of metrics, the end."""
 
+import math
 import time
 from typing import NamedTuple
 
 from configure import Config
 from runtime import distributed
+from runtime.checkpoint import Saver
 from runtime.distributed import Ranks
 from runtime.signals import Stop
+
+SAVE_SHARE = 1 / 20  # of the time may go into automatic saves; a save slows the steps beside it
 
 
 class Due(NamedTuple):
@@ -24,7 +28,7 @@ class Cadence:
     """
 
     def __init__(
-        self, config: Config, start: int, evaluated: bool, ranks: Ranks, stop: Stop
+        self, config: Config, start: int, evaluated: bool, ranks: Ranks, stop: Stop, saver: Saver
     ) -> None:
         """Begin at step `start`.
 
@@ -34,10 +38,13 @@ class Cadence:
             evaluated: True if that step's validation loss is logged; rank 0's value counts.
             ranks: this rank and the others.
             stop: set when this process is asked to stop.
+            saver: knows how long the last save lasted.
         """
         self.config = config
         self.ranks = ranks
         self.stop = stop
+        self.saver = saver
+        self.announced = False  # that saves are fewer than tenths of the run
         self.saved_step = start
         self.saved_at = time.monotonic()
         evaluated = start > 0 and distributed.gather(evaluated, ranks.control)[0]
@@ -50,8 +57,7 @@ class Cadence:
         """
         train = self.config.train
         is_last = step == train.max_steps
-        minutes = (time.monotonic() - self.saved_at) / 60
-        is_late = self.ranks.rank == 0 and 0 < train.checkpoint_minutes <= minutes
+        is_late = self.ranks.rank == 0 and self._is_late(step)
         stop, is_late = distributed.any_rank([self.stop.asked, is_late], self.ranks)
         save = stop or is_late or is_last or self._is_on_interval(step)
         evaluate = is_last or step % self.config.eval.interval == 0
@@ -61,12 +67,35 @@ class Cadence:
             stop=stop,
         )
 
+    def _is_late(self, step: int) -> bool:
+        """True if a checkpoint is due by the clock, which only rank 0 asks.
+
+        With train.checkpoint_interval = -1 one is due at each tenth of the run, or as soon after it
+        as saves take no more than SAVE_SHARE of the time.
+        """
+        train = self.config.train
+        seconds = time.monotonic() - self.saved_at
+        if 0 < train.checkpoint_minutes * 60 <= seconds:
+            return True
+        tenth = max(1, train.max_steps // 10)
+        is_new_tenth = step // tenth > self.saved_step // tenth
+        if train.checkpoint_interval >= 0 or not is_new_tenth:
+            return False
+        needed = self.saver.seconds / SAVE_SHARE  # infinite during a save
+        if seconds < needed < math.inf and not self.announced:
+            self.announced = True
+            print(
+                f"a save lasts {self.saver.seconds:.3g} s, so checkpoints are {needed:.3g} s apart "
+                f"instead of {tenth} steps: a kill may lose that much; "
+                f"--train.checkpoint_interval=N saves every N steps",
+                flush=True,
+            )
+        return seconds >= needed
+
     def _is_on_interval(self, step: int) -> bool:
         """True if train.checkpoint_interval or train.keep_steps asks for a checkpoint."""
         train = self.config.train
         interval = train.checkpoint_interval
-        if interval < 0:
-            interval = max(1, train.max_steps // 10)
         return step in train.kept_steps or (interval > 0 and step % interval == 0)
 
     def is_log_due(self, step: int) -> bool:

@@ -12,11 +12,13 @@ Reading one executes nothing: torch's readers would unpickle anything, ours acce
 import hashlib
 import json
 import logging
+import math
 import os
 import pickle
 import shutil
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -99,6 +101,7 @@ class Saver(AbstractContextManager["Saver"]):
         self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
         self.pending: threading.Thread | None = None  # writes the current save
         self.failure: RunError | None = None  # failure of the last save
+        self.seconds = 0.0  # that this rank's last save lasted; infinite while one is written
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         on_all_ranks = isinstance(error, RunError) and not isinstance(error, RankError)
@@ -134,12 +137,14 @@ class Saver(AbstractContextManager["Saver"]):
             dist.barrier(self.all_ranks)
         self.failure = None
         if self.writes:
+            start = time.monotonic()
+            self.seconds = math.inf
             state = tree_map(_copy_to_host, collect_tensors(model, optimizers, tensors))
             # A daemon: stuck in a collective, another thread would keep the process alive for an
             # hour. It is joined before the interpreter ends, since a daemon that still frees
             # tensors then aborts the process.
             self.pending = threading.Thread(
-                target=self._save, args=(step, state, metadata), daemon=True
+                target=self._save, args=(step, state, metadata, start), daemon=True
             )
             self.pending.start()
 
@@ -172,8 +177,11 @@ class Saver(AbstractContextManager["Saver"]):
         if self.all_ranks:
             dist.barrier(self.all_ranks)
 
-    def _save(self, step: int, state: dict, metadata: dict) -> None:
-        """Write a checkpoint; the thread `pending` runs it. Sets `failure` if that fails."""
+    def _save(self, step: int, state: dict, metadata: dict, start: float) -> None:
+        """Write a checkpoint; the thread `pending` runs it.
+
+        Sets `failure` if that fails, and `seconds`, counted from `start`.
+        """
         _lower_priority()
         path = folder_of(self.folder, step)
         temporary = path.with_suffix(".tmp")
@@ -195,6 +203,7 @@ class Saver(AbstractContextManager["Saver"]):
                 "are intact. Make room on the disk and start the run again; train.on_save_error = "
                 "warn would continue without"
             )
+        self.seconds = time.monotonic() - start
 
     def _make_folder(self, folder: Path) -> None:
         if self.first:

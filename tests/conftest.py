@@ -1,5 +1,6 @@
 """A tiny corpus and a tiny model config that the tests of several packages share."""
 
+import gc
 import logging
 import os
 import random
@@ -270,3 +271,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked `gpu` where there is none."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Give cached memory back after a test marked `gpu`: several test processes share a GPU."""
+    if item.get_closest_marker("gpu") and torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()

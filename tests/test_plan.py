@@ -3,6 +3,7 @@ parallelism chosen.
 """
 
 import re
+import time
 
 import pytest
 import torch
@@ -247,11 +248,14 @@ def test_peak_on_a_gpu_is_as_planned(micro_batch):
     words = [f"--train.micro_batch_size={micro_batch}", "--train.dtype=float16"]
     words += ["--train.compile=off", "--train.cuda_graph=off"]
     config = configure.load(REPO_ROOT / "config/125m.toml", words)
-    torch.cuda.empty_cache()
+    shapes = parameter_shapes(config.model)
+    planned = sum(memory.estimate_memory(config, shapes, "ddp", 1))
+    for _ in range(300):  # seconds; other test processes may hold memory
+        if torch.cuda.mem_get_info()[0] > 1.2 * planned:
+            break
+        time.sleep(1)
     torch.cuda.reset_peak_memory_stats()
     step = Step(config, torch.device("cuda"))
     for _ in range(3):
         step()
-    shapes = parameter_shapes(config.model)
-    planned = memory.estimate_memory(config, shapes, "ddp", 1)
-    assert torch.cuda.max_memory_allocated() == pytest.approx(sum(planned), rel=0.15)
+    assert torch.cuda.max_memory_allocated() == pytest.approx(planned, rel=0.15)

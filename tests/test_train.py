@@ -251,12 +251,18 @@ def test_learning_rate_by_hand():
 def test_cadence_by_hand(tiny, monkeypatch):
     def cadence_of(*overrides, rank=0):
         ranks = Ranks(rank, 1, torch.device("cpu"))
-        return cadence.Cadence(tiny(*overrides), 0, False, ranks, stop)
+        return cadence.Cadence(tiny(*overrides), 0, False, ranks, stop, saver)
 
     def saved(*overrides):
         due = cadence_of(*overrides)
-        return [step for step in range(due.config.train.max_steps + 1) if due.at(step).save]
+        steps = []
+        for step in range(due.config.train.max_steps + 1):
+            if due.at(step).save:
+                due.note_save(step)
+                steps.append(step)
+        return steps
 
+    saver = SimpleNamespace(seconds=0.0)
     now, stop = [0.0], Stop()
     monkeypatch.setattr(cadence.time, "monotonic", lambda: now[0])
     assert saved("train.max_steps=40", "train.checkpoint_interval=-1") == [*range(4, 41, 4)]
@@ -282,6 +288,41 @@ def test_cadence_by_hand(tiny, monkeypatch):
     stop.asked, now[0] = False, 1e6
     # the last step alone
     assert saved("train.checkpoint_interval=0", "train.checkpoint_minutes=0") == [4]
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "by_hand"),
+    [
+        (5.0, list(range(200, 2001, 200))),  # a tenth of the run lasts 1,000 s
+        (0.5, [200, 880, 1560, 2000]),  # 340 s, or 680 steps, from save to save
+        (0.01, [200, 2000]),  # the run ends before
+    ],
+)
+def test_automatic_saves_last_a_twentieth_of_the_time(
+    tiny, monkeypatch, capsys, step_seconds, by_hand
+):
+    now = [0.0]
+    monkeypatch.setattr(cadence.time, "monotonic", lambda: now[0])
+    saver = SimpleNamespace(seconds=0.0)
+    config = tiny(
+        "train.max_steps=2000", "train.checkpoint_interval=-1", "train.checkpoint_minutes=0"
+    )
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    due = cadence.Cadence(config, 0, False, ranks, Stop(), saver)
+    saved = []
+    ends = math.inf  # time when the save that is being written is complete
+    for step in range(2001):
+        if now[0] >= ends:
+            saver.seconds = 17.0
+        if due.at(step).save:
+            due.note_save(step)
+            saved.append(step)
+            saver.seconds = math.inf
+            ends = now[0] + 17.0
+        now[0] += step_seconds
+    assert saved == by_hand
+    is_said = "a save lasts 17 s, so checkpoints are 340 s apart" in capsys.readouterr().out
+    assert is_said == (step_seconds < 1)
 
 
 # ---- what a run leaves behind
