@@ -139,37 +139,48 @@ def make_parts(
     A part has one expert, or at most `together` in at most `most` slots. They have equally many, a
     multiple of `unit`; at most 1/16 is added to make them equal.
     """
-    rank = torch.bincount(experts.flatten(), minlength=n_expert).argsort(
-        descending=True, stable=True
-    )
-    experts = rank.argsort()[experts]  # numbered by load from here on
+    loads = torch.bincount(experts.flatten(), minlength=n_expert)
+    by_load = loads.argsort(descending=True, stable=True)  # (E,) numbers of experts
+    rank = by_load.argsort()  # (E,) place of an expert in it
+    experts = rank[experts]  # numbered by rank from here on
     load, order = sort_by_expert(experts, n_expert)
-    sizes, number = [-(-rows // unit) * unit for rows in load.tolist()], rank.tolist()
-    ranges, first = [], 0
-    for end in range(1, n_expert + 1):
-        part = sizes[first : end + 1]  # with one more expert
-        full = len(part) > together or len(part) * part[0] > min(most, 17 / 16 * sum(part))
-        if end == n_expert or (full and part[0] > 0):  # idle experts are one part
-            ranges.append((first, end))
-            sizes[first:end] = [part[0]] * (end - first)
-            first = end
+    sizes = [-(-rows // unit) * unit for rows in load.tolist()]  # rounded up
+    ranges = group_experts(sizes, most, together)
+    for first, end in ranges:
+        sizes[first:end] = [sizes[first]] * (end - first)
     n_slot = sum(sizes)
     slot, token, gate = fill_slots(weights, experts, load, order, load.new_tensor(sizes), n_slot)
-    parts, stop = [], 0
+    numbers = by_load.tolist()
+    parts = []
+    start = 0
     for first, end in ranges:
-        start, stop = stop, stop + (end - first) * sizes[first]
-        alone = slice(number[first], number[first] + 1)  # a view of weights, not a copy
-        shape, slots = (end - first, sizes[first]), slice(start, stop)
-        parts.append(
-            Part(
-                rank[first:end] if end - first > 1 else alone,
-                shape,
-                slots,
-                token[slots],
-                gate[slots],
-            )
-        )
+        n_block = end - first
+        slots = slice(start, start + n_block * sizes[first])
+        start = slots.stop
+        which = by_load[first:end]
+        if n_block == 1:
+            which = slice(numbers[first], numbers[first] + 1)  # a view of weights, not a copy
+        parts.append(Part(which, (n_block, sizes[first]), slots, token[slots], gate[slots]))
     return slot, n_slot, parts
+
+
+def group_experts(sizes: list[int], most: int, together: int) -> list[tuple[int, int]]:
+    """Divide experts into ranges [first, end), the parts of `make_parts`.
+
+    `sizes` are their slots, in descending order. Idle experts are one range.
+    """
+    ranges = []
+    first = 0
+    for end in range(1, len(sizes)):
+        group = sizes[first : end + 1]  # with one more expert
+        n_slot = len(group) * group[0]
+        is_padded = n_slot > 17 / 16 * sum(group)
+        is_full = len(group) > together or n_slot > most or is_padded
+        if is_full and group[0] > 0:
+            ranges.append((first, end))
+            first = end
+    ranges.append((first, len(sizes)))
+    return ranges
 
 
 def sort_by_expert(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor]:
@@ -267,8 +278,10 @@ class ExpertMLP(torch.autograd.Function):
         else:
             layout = make_blocks(weights, experts, len(w_in))
         ctx.slot, n_slot, ctx.parts = layout
-        ctx.activation, width = activation, w_out.shape[1]
-        tokens, hidden = add_zeros(x), x.new_empty(n_slot, w_in.shape[2])  # (S, P) pre-activations
+        ctx.activation = activation
+        width = w_out.shape[1]
+        tokens = add_zeros(x)
+        hidden = x.new_empty(n_slot, w_in.shape[2])  # (S, P) pre-activations
         out = TokenSums(x, ctx.slot, n_slot)
         for part in ctx.parts:
             h = part.multiply(part.gather(tokens), w_in, hidden[part.slots])
@@ -280,11 +293,15 @@ class ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  # *grads there
         x, w_in, w_out, hidden = ctx.saved_tensors
-        d_w_in, d_w_out = torch.empty_like(w_in), torch.empty_like(w_out)
+        d_w_in = torch.empty_like(w_in)
+        d_w_out = torch.empty_like(w_out)
         d_gate = ctx.parts[0].gate.new_empty(len(hidden))  # (S,)
-        d_x, tokens, d_tokens = TokenSums(x, ctx.slot, len(hidden)), add_zeros(x), add_zeros(d_out)
+        d_x = TokenSums(x, ctx.slot, len(hidden))
+        tokens = add_zeros(x)
+        d_tokens = add_zeros(d_out)
         for part in ctx.parts:
-            rows, h = part.gather(d_tokens), hidden[part.slots]
+            rows = part.gather(d_tokens)
+            h = hidden[part.slots]
             d_act = part.multiply(rows, w_out.mT)  # (S, H), before the gate
             act, inner = activate(h, w_out.shape[1], ctx.activation)
             torch.sum(act * d_act, -1, dtype=d_gate.dtype, out=d_gate[part.slots])
@@ -313,24 +330,26 @@ class NarrowExperts(torch.autograd.Function):
         experts: Tensor,
         activation: str,
     ) -> Tensor:
-        x, units, w_out = x.contiguous(), w_in.mT.flatten(0, 1), w_out.contiguous()
-        # (N, K, P)
-        hidden = dots(x, units, unit_rows(experts, w_in.shape[2])).unflatten(
-            1, (experts.shape[1], -1)
-        )
-        act = activate(hidden, w_out.shape[1], activation)[0] * weights.to(x.dtype).unsqueeze(-1)
+        x = x.contiguous()
+        w_out = w_out.contiguous()
+        units = w_in.mT.flatten(0, 1)  # (E·P, C)
+        K = experts.shape[1]
+        H = w_out.shape[1]
+        P = w_in.shape[2]
+        hidden = dots(x, units, unit_rows(experts, P)).unflatten(1, (K, P))  # (N, K, P)
+        act, _ = activate(hidden, H, activation)  # (N, K, H)
+        act = act * weights.to(x.dtype).unsqueeze(-1)
         ctx.activation = activation
         ctx.save_for_backward(x, units, w_out, weights, experts, hidden)
-        return weighted_sums(
-            unit_rows(experts, w_out.shape[1]), w_out.flatten(0, 1), act.flatten(1)
-        )
+        return weighted_sums(unit_rows(experts, H), w_out.flatten(0, 1), act.flatten(1))
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  # *grads there
         x, units, w_out, weights, experts, hidden = ctx.saved_tensors
-        (E, H, _), K, P = w_out.shape, *hidden.shape[1:]
-        d_out, gate = d_out.contiguous(), weights.to(x.dtype).unsqueeze(-1)
-        # before the gate
+        E, H, _ = w_out.shape
+        _, K, P = hidden.shape
+        d_out = d_out.contiguous()
+        gate = weights.to(x.dtype).unsqueeze(-1)  # (N, K, 1)
         d_act = dots(d_out, w_out.flatten(0, 1), unit_rows(experts, H)).unflatten(1, (K, H))
         act, inner = activate(hidden, H, ctx.activation)
         d_gate = (act * d_act).sum(-1, dtype=weights.dtype)
@@ -338,7 +357,8 @@ class NarrowExperts(torch.autograd.Function):
         d_x = weighted_sums(unit_rows(experts, P), units, d_hidden.flatten(1))
 
         load, order = sort_by_expert(experts, E)
-        token, first = order // K, load.cumsum(0) - load  # (N·K,), (E,)
+        token = order // K  # (N·K,)
+        first = load.cumsum(0) - load  # (E,) of each expert in `order`
 
         def weight_grad(factors: Tensor, rows: Tensor) -> Tensor:  # (N, K, n), (N, C) -> (n, E, C)
             factors = factors.flatten(0, 1)[order].t()  # (n, N·K) by expert
@@ -348,8 +368,9 @@ class NarrowExperts(torch.autograd.Function):
             )
             return sums.view(len(factors), E, -1)
 
-        d_w_in, d_w_out = weight_grad(d_hidden, x), weight_grad(act.mul_(gate), d_out)
-        return d_x, d_w_in.permute(1, 2, 0), d_w_out.transpose(0, 1), d_gate, None, None
+        d_w_in = weight_grad(d_hidden, x).permute(1, 2, 0)  # (E, C, P)
+        d_w_out = weight_grad(act.mul_(gate), d_out).transpose(0, 1)  # (E, H, C)
+        return d_x, d_w_in, d_w_out, d_gate, None, None
 
 
 def unit_rows(experts: Tensor, width: int) -> Tensor:
@@ -360,7 +381,8 @@ def unit_rows(experts: Tensor, width: int) -> Tensor:
 def dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
     """Return products (N, J) of each row (N, C) with the rows index (N, J) of a table (R, C)."""
     N, J = index.shape
-    bag, starts = torch.arange(N).repeat_interleave(J), torch.arange(0, N * J, J)
+    bag = torch.arange(N).repeat_interleave(J)
+    starts = torch.arange(0, N * J, J)
     dot = torch.ops.aten._embedding_bag_per_sample_weights_backward
     return dot(rows, table, index.flatten(), starts, bag, 0).view(N, J)
 

@@ -172,7 +172,8 @@ def route_kernel(
 ):
     """Fill weights, experts, scores and a row of sums: distribution, loads (E each), SCALARS."""
     _, first, inside = find_tokens(T, PROGRAMS, ROWS)
-    row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    row = tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
     at = row[:, None] * E + col[None, :]
     real = (col < E)[None, :] & (row >= 0)[:, None]
     stored = (col < E)[None, :] & inside[:, None]
@@ -205,20 +206,23 @@ def route_kernel(
 
     share = tl.where(inside[:, None], distribute(q)[0], 0.0)
     top = tl.max(tl.where(real, s, -float("inf")), 1)
-    spread = tl.log(tl.sum(tl.where(real, tl.exp(s - top[:, None]), 0.0), 1)) + top  # logsumexp
+    exponentials = tl.where(real, tl.exp(s - top[:, None]), 0.0)
+    logsumexp = tl.log(tl.sum(exponentials, 1)) + top
+    entropy = -tl.sum(share * tl.log(tl.maximum(share, 1e-30)), 1)
+    n_zero = tl.sum(tl.where(used & (g == 0), 1.0, 0.0), 1)
     sums += tl.program_id(0).to(tl.int64) * (2 * E + SCALARS)
     tl.store(sums + col, tl.sum(share, 0), mask=col < E)
     tl.store(sums + E + col, tl.sum(tl.where(chosen, 1.0, 0.0), 0), mask=col < E)
-    which = tl.arange(0, 8)[None, :]
-    others = tl.where(which == 0, (spread * spread)[:, None], 0.0)
-    others = tl.where(
-        which == 1, -tl.sum(share * tl.log(tl.maximum(share, 1e-30)), 1)[:, None], others
-    )
-    others = tl.where(which == 2, tl.sum(tl.where(used & (g == 0), 1.0, 0.0), 1)[:, None], others)
-    others = tl.where(which == 3, tl.sum(g * g, 1)[:, None], others)
-    others = tl.where(which == 4, tl.sum(g, 1)[:, None], others)
-    which, others = tl.arange(0, 8), tl.sum(tl.where(inside[:, None], others, 0.0), 0)
-    tl.store(sums + 2 * E + which, others, mask=which < SCALARS)
+    # a row of SCALARS numbers; Triton's ranges are powers of two
+    scalar = tl.arange(0, 8)[None, :]
+    row_sums = tl.where(scalar == 0, (logsumexp * logsumexp)[:, None], 0.0)
+    row_sums = tl.where(scalar == 1, entropy[:, None], row_sums)
+    row_sums = tl.where(scalar == 2, n_zero[:, None], row_sums)
+    row_sums = tl.where(scalar == 3, tl.sum(g * g, 1)[:, None], row_sums)
+    row_sums = tl.where(scalar == 4, tl.sum(g, 1)[:, None], row_sums)
+    totals = tl.sum(tl.where(inside[:, None], row_sums, 0.0), 0)
+    position = tl.arange(0, 8)
+    tl.store(sums + 2 * E + position, totals, mask=position < SCALARS)
 
 
 @triton.jit

@@ -154,11 +154,12 @@ class Updates:
         )
         halted = before._replace(halted=torch.full_like(loss, BAD_LOSS))
         latest = {"step": torch.full_like(loss, step), "loss": loss, "grad_norm": norm}
-        if_finite = torch.stack(list(counted._replace(**latest))).double()
-        if_not = torch.stack(list(halted._replace(**latest))).double()
+        after_finite_loss = torch.stack(list(counted._replace(**latest))).double()
+        after_bad_loss = torch.stack(list(halted._replace(**latest))).double()
         oldest = torch.arange(WINDOW, device=losses.device) == before.taken % WINDOW
         new_losses = torch.where(oldest & take, loss, losses)
-        after = torch.cat([torch.where(is_finite, if_finite, if_not), new_losses])
+        counters = torch.where(is_finite, after_finite_loss, after_bad_loss)
+        after = torch.cat([counters, new_losses])
         after = torch.where(is_running, after, numbers)
 
         excess = (norm + 1e-6) / self.grad_clip if self.grad_clip else torch.zeros_like(norm)
