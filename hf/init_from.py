@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 import configure
@@ -30,6 +28,7 @@ from hf.formats import BUFFERS, FORMATS, Format, dense_width
 from hf.match_gates import match_gates, take_routers
 from hf.tokenizer_files import make_vocabulary
 from hf.upcycle import find_overrides, is_upcycled, upcycle
+from hf.weight_files import read_json, read_tensors
 from model import GPT
 from router import Router, find_spec
 from runtime import RankError, RunError, distributed, folder
@@ -248,15 +247,15 @@ def _meta_state(model: Model) -> dict[str, Tensor]:
 
 def _read_folder(place: Path, model: Model, data: Path) -> Source:
     """The model in `place`, of any kind, for a run of `model` on the data set `data`."""
-    if place.name == NANOGPT_FILE or (place / NANOGPT_FILE).is_file():
-        raise RunError(NANOGPT_REMEDY)
-    if not place.is_dir():
-        command = f"hf download {place} --local-dir {place.name}"
-        raise RunError(f"no such folder; from the Hugging Face hub: {command}")
     if (place / "config.json").is_file():
         source = _read_transformers(place, model, data)
     elif (place / "config.toml").is_file():
         source = _read_run(place, data)
+    elif place.name == NANOGPT_FILE or (place / NANOGPT_FILE).is_file():
+        raise RunError(NANOGPT_REMEDY)
+    elif not place.is_dir():
+        command = f"hf download {place} --local-dir {place.name}"
+        raise RunError(f"no such folder; from the Hugging Face hub: {command}")
     else:
         raise RunError(
             "contains neither a config.json of transformers nor a run's config.toml; give a folder "
@@ -280,7 +279,7 @@ def _read_run(place: Path, data: Path) -> Source:
 
 def _read_transformers(place: Path, model: Model, data: Path) -> Source:
     """A folder that transformers or scripts.export wrote."""
-    settings = _read_json(place / "config.json")
+    settings = read_json(place / "config.json")
     kind = str(settings.get("model_type"))
     if kind not in FORMATS:
         kinds = ", ".join(FORMATS)
@@ -289,7 +288,8 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Source:
         )
     form = FORMATS[kind]
     described = _read_model(form, settings, model.top_k)
-    tensors = form.unify_names(_read_tensors(place))
+    tensors, notes = read_tensors(place, settings)
+    tensors = form.unify_names(tensors)
     # older files have it, too, where it is the embedding
     head = tensors.pop("lm_head.weight", None) if described.tie_embeddings else None
     shapes = _meta_state(described)
@@ -304,7 +304,6 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Source:
             "config.json: tie_word_embeddings is true, and lm_head.weight differs from the "
             "embedding; set it to false there, or use other weights"
         )
-    notes = []
     activation = settings.get("activation_function", "gelu_new")
     if kind == "gpt2" and activation != "gelu":
         notes.append(f"{activation} is computed as exact GELU, up to 5e-4 apart")
@@ -376,33 +375,6 @@ def _check_shapes(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> No
             )
 
 
-def _read_tensors(place: Path) -> dict[str, Tensor]:
-    """All tensors in `place`."""
-    files = sorted(place.glob("model*.safetensors"))
-    if not files:
-        raise RunError(
-            "no model*.safetensors; download it, or convert older formats by transformers' "
-            "save_pretrained"
-        )
-    tensors = {}
-    for file in files:
-        try:
-            tensors.update(load_file(file))
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{file.name} cannot be read ({error}); download it again") from error
-    return tensors
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path.name} is unreadable ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise RunError(f"{path.name} is not a JSON object; download it again")
-    return value
-
-
 def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Path) -> None:
     """Raise RunError if the ids of the weights are visibly not the ids of the data set.
 
@@ -418,7 +390,7 @@ def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Pa
         raise _wrong_tokenizer(f"one whose texts end with id {end}", data, meta)
     if not (place / TOKENIZER_FILE).is_file():
         return
-    tokenizer_model = _read_json(place / TOKENIZER_FILE).get("model")
+    tokenizer_model = read_json(place / TOKENIZER_FILE).get("model")
     vocabulary = tokenizer_model.get("vocab") if isinstance(tokenizer_model, dict) else None
     if not isinstance(vocabulary, dict):
         raise _wrong_tokenizer("not a byte-level one", data, meta)

@@ -341,7 +341,7 @@ def test_damaged_files_are_refused(tiny, copy, canary):
     torch.save({"wte.weight": Payload(canary)}, copy / "model.safetensors")  # which is not executed
     assert "model.safetensors cannot be read (Error" in refused(config)
     (copy / "model.safetensors").unlink()
-    assert "no model*.safetensors; download it" in refused(config)
+    assert "neither model.safetensors nor model.safetensors.index.json (other" in refused(config)
     (copy / "config.json").write_text("{")
     assert "config.json is unreadable (Expecting" in refused(config)
     (copy / "config.json").unlink()
