@@ -1,7 +1,12 @@
-"""Files that are written completely or not at all."""
+"""Files that are written completely or not at all, and locks on files."""
 
+import fcntl
 import os
+import time
 from pathlib import Path
+from typing import IO
+
+LOCK_PATIENCE = 1.0  # seconds to retry a lock; `is_locked` holds it for microseconds; not measured
 
 
 def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> None:
@@ -39,6 +44,46 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def take_lock(file: IO) -> None:
+    """Lock an open file for this process alone, until it is closed or the process ends.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the file system has no locks.
+    """
+    deadline = time.monotonic() + LOCK_PATIENCE
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # by another owner, or for a moment by `is_locked`
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
+
+
+def is_locked(path: Path) -> bool | None:
+    """Return True if a process holds the lock of `take_lock`, None if that cannot be known.
+
+    The kernel knows the locks of all processes that it runs, in any container. Locks of other
+    computers it knows on most NFS mounts, but not on all. So False means only that no process of
+    this computer holds the lock.
+    """
+    # This takes a shared lock for some microseconds, which needs no permission to write. A process
+    # that takes the exclusive lock in that moment tries again. Queries that take no lock do not
+    # work: F_GETLK does not see flock's locks, and /proc/locks hides those of processes in PID
+    # namespaces other than its reader's.
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:  # no permission to read it, or no locks on this file system
+        return None
+    return False
 
 
 def short_path(path: str | Path) -> str:

@@ -1,6 +1,5 @@
 """A run's folder runs/<name>/: its config, its lock, and the choice of the folder for a config."""
 
-import fcntl
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import configure
-from common.files import sync_folder, write_atomic
+from common.files import sync_folder, take_lock, write_atomic
 from configure import KEYS, Config
 from configure.schema import select_keys
 from runtime import RunError, checkpoint, describe_write_errors
@@ -194,7 +193,7 @@ class RunFolder:
             file = (self.path / "lock").open("a+")
         with file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                take_lock(file)
             except BlockingIOError:
                 file.seek(0)
                 owner = file.read(200).strip() or "unknown"

@@ -4,12 +4,12 @@
     python -m scripts.watch runs/mine-*          these runs, or those below these folders
     python -m scripts.watch --serve              their report as a page at http://127.0.0.1:6060
 
-Reads the runs' files and writes nothing, so it can be started and stopped at any time. From another
-computer: ssh -L 6060:127.0.0.1:6060 HOST, then open the page there.
+Reads the runs' files and writes nothing, so it can be started and stopped at any time. A run is
+running while a process holds its lock, and unknown if that cannot be seen from this computer.
+From another computer: ssh -L 6060:127.0.0.1:6060 HOST, then open the page there.
 """
 
 import math
-import os
 import platform
 import re
 import tempfile
@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from common.command import build_parser, command, require_packages, run_command
+from common.files import is_locked
 from common.text import first_line
 from report.blocks import Paragraph, Table
 from report.runs import Run, find_runs, read_run
@@ -36,14 +37,14 @@ VALUES = {  # column: (name in metrics.jsonl, format)
     "MFU": ("perf/mfu", ".1%"),
 }
 COLUMNS = ("run", "state", "step", *VALUES, "left", "trouble")
-SILENT = 300  # seconds without a line of metrics until a running run is called silent; not measured
+SILENT = 300  # seconds without a line of metrics that are trouble of a running run; not measured
 
 
 def describe_status(run: Run, now: float | None = None) -> dict[str, str]:
     """COLUMNS of a run; those that are unknown are empty.
 
-    Its state is running, silent, finished, failed or stopped. The time left is at the median speed
-    of the last lines.
+    Its state is running, finished, failed, stopped, or unknown if it is of another computer. The
+    time left is at the median speed of the last lines.
 
     Args:
         run: read from its folder.
@@ -54,15 +55,21 @@ def describe_status(run: Run, now: float | None = None) -> dict[str, str]:
     last = collect_newest(run)
     step = int(last.get("step", 0))
     trouble = find_trouble(run, last)
-    alive = is_alive(run.folder / "lock", now)
-    quiet = now - last_modified(run.folder / "metrics.jsonl", run.folder / "lock")
-    if alive and quiet > SILENT:
-        state = "silent"
-        trouble = trouble or f"no metrics for {format_duration(quiet)}"
-    elif alive:
+    lock = run.folder / "lock"
+    trains = is_training(lock)
+    last_written = last_modified(run.folder / "metrics.jsonl", lock)
+    quiet = now - last_written
+    if trains:
         state = "running"
+        if quiet > SILENT:
+            trouble = trouble or f"no metrics for {format_duration(quiet)}"
     elif step >= run.max_steps and run.ended:
         state = "finished"
+    elif trains is None:
+        state = "unknown"
+        last_time = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_written))
+        known = f"its lock on {read_host(lock)} is not visible here; last written {last_time}"
+        trouble = f"{trouble}; {known}" if trouble else known
     elif trouble and not trouble.startswith("warning"):
         state = "failed"
     else:
@@ -74,7 +81,7 @@ def describe_status(run: Run, now: float | None = None) -> dict[str, str]:
     }
     for column, (name, form) in VALUES.items():
         row[column] = f"{last[name]:{form}}" if name in last else ""
-    row["left"] = estimate_time_left(run, step) if alive else ""
+    row["left"] = estimate_time_left(run, step) if trains else ""
     row["trouble"] = trouble
     return row
 
@@ -132,25 +139,25 @@ def find_trouble(run: Run, last: dict[str, float]) -> str:
     return messages[-1] if messages else ""
 
 
-def is_alive(lock: Path, now: float) -> bool:
-    """Return True if the process that wrote the lock file of a run's folder lives.
+def is_training(lock: Path) -> bool | None:
+    """True if a process trains the run with this lock file; None if that cannot be known from here.
 
-    A process on this machine is looked up, without touching its lock. A process on another machine
-    counts as alive while the run's last line of metrics is fresh.
+    The lock decides, not the number of the process: the kernel gives that to another process, and
+    containers have numbers of their own.
     """
-    if not lock.exists():
-        return False
-    owner = re.fullmatch(r"process (\d+) on (.*)\n?", lock.read_text())
-    if not owner:
-        return False
-    process, host = owner.groups()
-    if host != platform.node():
-        return now - last_modified(lock.with_name("metrics.jsonl"), lock) < SILENT
+    locked = is_locked(lock)
+    if locked is False and read_host(lock) != platform.node():
+        return None  # it trains on another computer, or did
+    return locked
+
+
+def read_host(lock: Path) -> str:
+    """The name of the computer that wrote the lock file; this one's if there is none."""
     try:
-        os.kill(int(process), 0)  # signal 0 only asks whether it exists
-    except OSError as error:
-        return isinstance(error, PermissionError)  # another user's process lives
-    return True
+        owner = re.fullmatch(r"process \d+ on (.*)\n?", lock.read_text(errors="replace"))
+    except OSError:
+        return platform.node()
+    return owner[1] if owner else platform.node()
 
 
 def last_modified(*files: Path) -> float:

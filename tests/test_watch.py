@@ -1,5 +1,7 @@
 """scripts.watch: what a run's files say of it, the table in the terminal, the live page."""
 
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -7,15 +9,20 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from contextlib import contextmanager, nullcontext
 
 import fake_runs
 import matplotlib
 import pytest
-from runs import REPO_ROOT
+from runs import ALONE, REPO_ROOT
 
+from common.files import is_locked
 from report.runs import read_run
+from runtime import RunError
+from runtime.folder import RunFolder
 from scripts import watch
 from scripts.watch import build_page, describe_status, make_server
 
@@ -72,25 +79,71 @@ def dead_process():
 LOG, ME, ELSEWHERE = [(10, TRAINING)], platform.node(), "elsewhere"
 
 
-@pytest.mark.parametrize("lines, alive, host, quiet, state", [
-    ([], True, ME, 1, "running"), (END, True, ME, 299, "running"), (LOG, True, ME, 301, "silent"),
+@contextmanager
+def locked(folder):
+    """Within this context the lock is held, as by a process that trains the run."""
+    with (folder / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+@pytest.mark.parametrize("owner", [1, os.getpid(), dead_process()])  # the number decides nothing
+@pytest.mark.parametrize("lines, held, host, quiet, state", [
+    ([], True, ME, 1, "running"), (END, True, ME, 299, "running"), (LOG, True, ME, 301, "running"),
     ([], False, ME, 1, "stopped"), (LOG, False, ME, 301, "stopped"),
     (END, False, ME, 1, "finished"),
     # without its last evaluation
     (END[:1], False, ME, 1, "stopped"), ([(100, TRAINING)], False, ME, 1, "stopped"),
-    # lives while it writes
-    (LOG, False, ELSEWHERE, 299, "running"), (LOG, False, ELSEWHERE, 301, "stopped"),
+    # a lock over the network; a copy, or a network without locks
+    (LOG, True, ELSEWHERE, 299, "running"), (LOG, False, ELSEWHERE, 299, "unknown"),
+    (END, False, ELSEWHERE, 299, "finished"),
 ])  # fmt: skip
-def test_state(make_run, lines, alive, host, quiet, state):
+def test_state(make_run, owner, lines, held, host, quiet, state):
     folder = make_run("one", lines)
-    (folder / "lock").write_text(f"process {os.getpid() if alive else dead_process()} on {host}\n")
-    os.utime(folder / "lock", (0, 3e9))
-    os.utime(folder / "metrics.jsonl", (0, 4e9))
-    status = status_of(folder, 4e9 + quiet)
-    assert (status["state"], status["trouble"]) == (
-        state,
-        "no metrics for 0:05:01" if state == "silent" else "",
-    )
+    (folder / "lock").write_text(f"process {owner} on {host}\n")
+    with locked(folder) if held else nullcontext():
+        os.utime(folder / "lock", (0, 3e9))
+        os.utime(folder / "metrics.jsonl", (0, 4e9))
+        status = status_of(folder, 4e9 + quiet)
+    trouble = "no metrics for 0:05:01" if held and quiet > 300 else ""
+    if state == "unknown":
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(4e9))
+        trouble = f"its lock on elsewhere is not visible here; last written {written}"
+    assert (status["state"], status["trouble"]) == (state, trouble)
+
+
+def test_a_lock_that_cannot_be_asked_for_is_unknown(make_run, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    folder = make_run("one", LOG, os.getpid())
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert status_of(folder)["state"] == "unknown"
+
+
+def test_watching_keeps_no_run_from_its_lock(make_run):
+    """A thread asks all the time; the run takes its lock, and another process does not."""
+    folder = make_run("one")
+    run = RunFolder(folder)
+    ended = threading.Event()
+    states = set()
+
+    def ask():
+        while not ended.is_set():
+            states.add(is_locked(folder / "lock"))
+
+    watcher = threading.Thread(target=ask)
+    watcher.start()
+    try:
+        for _ in range(300):
+            with run.claim(ALONE):
+                assert is_locked(folder / "lock")
+        with run.claim(ALONE), pytest.raises(RunError, match="another process trains this run"):
+            run.claim(ALONE).__enter__()
+    finally:
+        ended.set()
+        watcher.join()
+    assert states == {True, False}
 
 
 def test_numbers_and_the_time_left(make_run):
@@ -100,7 +153,7 @@ def test_numbers_and_the_time_left(make_run):
         (i + 4, {"train/loss": 3 - i / 10, "perf/tokens_per_sec": speed})
         for i, speed in enumerate(speeds)
     ]
-    folder = make_run("one", [*lines, (10, {"val/loss": 2.25, "perf/mfu": 0.123})], os.getpid())
+    folder = make_run("one", [*lines, (10, {"val/loss": 2.25, "perf/mfu": 0.123})], dead_process())
     row = [
         str(folder),
         "running",
@@ -112,8 +165,8 @@ def test_numbers_and_the_time_left(make_run):
         "0:01:30",
         "",
     ]
-    assert [*status_of(folder).values()] == row
-    (folder / "lock").write_text(f"process {dead_process()} on {ME}\n")
+    with locked(folder):
+        assert [*status_of(folder).values()] == row
     assert status_of(folder)["left"] == ""
 
 
