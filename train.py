@@ -280,7 +280,7 @@ def train(
             state.zero_grad()
             state.selection_bias.update(stats, taken)
             if state.average:
-                state.average.update(taken)
+                state.average.update(taken, state.updates.counters.taken)
             state.interval.add_step(stats)
             report.count_step()
             if cadence.is_log_due(step + 1):

@@ -494,7 +494,7 @@ class Train(Section):
     )
     ema_decay: float = key(
         0.0,
-        "decay per step of the weights' running mean; 0 disables",
+        "decay per step of the weights' running mean, bias-corrected; 0 disables",
         ge=0,
         lt=1,
         report="neutral",

@@ -128,6 +128,9 @@ def load_model(
     steps = _choose_steps(folder, step, average)
     model = GPT(config.model).eval().requires_grad_(False)
     metadata = checkpoint.restore_weights(checkpoints, steps[-1], model, ema)
+    bias = checkpoint.describe_ema_bias(metadata, config.train.ema_decay, steps[-1]) if ema else ""
+    if bias:
+        print(f"warning: {folder}: {bias}; use a later checkpoint, --average K or no --ema")
     if average > 1:
         sums = {name: tensor.double() for name, tensor in model.state_dict().items()}
         for other in steps[:-1]:

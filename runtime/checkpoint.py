@@ -45,6 +45,7 @@ from runtime import RankError, RunError, describe_write_errors, distributed
 from runtime.distributed import Ranks
 
 MANIFEST = "manifest.json"
+EMA_CORRECTED = "ema_corrected"  # key of the metadata: the EMA has no part of the initial weights
 SAVE_TIMEOUT = timedelta(hours=1)  # time for the slowest rank to write its part
 
 # torch warns if one process saves alone, which is intended here, and logs tracebacks of errors that
@@ -400,6 +401,17 @@ def restore_weights(
         _fill_tensors(path, {"model": weights})
     model.load_state_dict(weights)
     return metadata
+
+
+def describe_ema_bias(metadata: dict[str, Any], decay: float, step: int) -> str:
+    """The part of the initial weights in the EMA of an older run; "" if it has none."""
+    part = decay**step  # if no step was skipped
+    if EMA_CORRECTED in metadata or part < 1e-7:  # less than float32 rounds
+        return ""
+    return (
+        f"its EMA (train.ema_decay = {decay:g}) is from before bias correction: at step {step} the "
+        f"initial weights are {part:.2g} of it"
+    )
 
 
 def collect_tensors(

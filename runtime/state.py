@@ -37,20 +37,25 @@ from runtime.updates import Updates
 
 
 class WeightAverage:
-    """The running mean of weights (train.ema_decay).
+    """The running mean of weights (train.ema_decay), without bias from the initial ones.
 
-    A step that is taken makes it decay · mean + (1 - decay) · weights. It has parameters and
-    buffers, starts with the initial ones, and is in fp32 on their device. Under FSDP2 each rank
-    holds the mean of its own shards. Tables of hash layers are constants.
+    After n taken steps it is (1 - decay) Σ decay^(n - i) w_i / (1 - decay^n), a mean of the weights
+    w_1 to w_n after these steps, corrected like Adam's moments. (In torch's AveragedModel w_1 would
+    keep the part decay^(n - 1).) It has parameters and buffers and is in fp32 on their device.
+    Under FSDP2 each rank holds the mean of its own shards. Tables of hash layers are constants.
 
     Attributes:
-        tensors: {name in model.state_dict(): mean}; a checkpoint holds them.
+        tensors: {name in model.state_dict(): mean}; a checkpoint holds them. Before the first step
+            they are the initial weights.
+        corrected: False in runs that started before the correction: their mean continues without
+            it, and the initial weights keep the part decay^n.
     """
 
-    def __init__(self, model: GPT, decay: float) -> None:
+    def __init__(self, model: GPT, decay: float, corrected: bool = True) -> None:
         """Start with the weights that `model`, on its device and sharded, has now."""
         self.model = model
         self.decay = decay
+        self.corrected = corrected
         # An optimizer step changes these in place. Under FSDP2 they are the sharded parameters only
         # outside of passes.
         self.weights = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -63,9 +68,17 @@ class WeightAverage:
                 yield local_part(mean), local_part(self.weights[name].detach())
 
     @torch.no_grad()
-    def update(self, taken: Tensor) -> None:
-        """Move the mean towards the weights, if the step was `taken`, () bool on the device."""
-        fraction = (1 - self.decay) * taken.float()  # a tensor, so that the host does not wait
+    def update(self, taken: Tensor, n_taken: Tensor) -> None:
+        """Move the mean towards the weights, if the step was taken; the host does not wait.
+
+        Args:
+            taken: () bool on the device, True if the last step was taken.
+            n_taken: () float64 on the device, steps taken so far, with this one.
+        """
+        fraction = torch.full_like(n_taken, 1 - self.decay)
+        if self.corrected:  # 1 at the first step, which replaces the initial weights
+            fraction = fraction / (1 - self.decay ** n_taken.clamp_min(1))
+        fraction = (fraction * taken).float()
         for mean, weight in self._pairs():
             mean.lerp_(weight, fraction)
 
@@ -332,9 +345,18 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     keeps_casts = not cast_weights or (copy_dtype is not None and config.optim.name == "adamw")
     is_sharded = ranks.world_size > 1 or compute.sharded
     captures = can_capture(train.cuda_graph, plan.device, is_sharded, keeps_casts, planned_bytes)
+    metadata = build_metadata(start, plan.data, threads)
+    average = None
+    if train.ema_decay:
+        if start.step == 0:
+            metadata[checkpoint.EMA_CORRECTED] = True
+        average = WeightAverage(model, train.ema_decay, checkpoint.EMA_CORRECTED in metadata)
+        bias = checkpoint.describe_ema_bias(metadata, train.ema_decay, start.step)
+        if bias:
+            distributed.print_once(f"{plan.run}: {bias}; it continues so. --fresh starts a new run")
     state = TrainState(
         step=start.step,
-        metadata=build_metadata(start, plan.data, threads),
+        metadata=metadata,
         compute=compute,
         model=model,
         runner=runner,
@@ -342,7 +364,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         optimizer=optimizer,
         updates=Updates(optimizer, config, scaled=plan.dtype == torch.float16, compile=compiles),
         selection_bias=selection_bias,
-        average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
+        average=average,
         interval=Statistics(len(mixtures), config.model.n_expert, ranks.device, join=joined),
         graph=StepGraph(model.parameters(), captures, cast_weights),
     )

@@ -475,24 +475,31 @@ MOST = [
 MOST += ["model.n_hash_layer=1"]
 
 
+def load_mean(config, step):
+    return load_model(path_of(config), step, ema=True).model.state_dict()
+
+
 def means_by_hand(config, skipped):
-    """{step: {name: mean}} in fp64, from the initial weights and those of the checkpoint of each
-    step.
+    """{step: {name: mean}} in fp64: (1 - d) Σ d^(n - i) w_i / (1 - d^n) over the taken steps, from
+    the weights in the checkpoint of each.
     """
-    torch.manual_seed(config.run.seed)
-    mean = {name: tensor.double() for name, tensor in GPT(config.model).state_dict().items()}
-    means = {}
+    taken, means = [], {}
     for step in steps(config):
         if step not in skipped:
-            state = load_model(path_of(config), step).model.state_dict()
-            mean = {name: DECAY * mean[name] + (1 - DECAY) * state[name].double() for name in mean}
-        means[step] = mean
+            taken.append(load_model(path_of(config), step).model.state_dict())
+        sums = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in taken[0].items()}
+        for age, state in enumerate(reversed(taken)):
+            for name, weight in state.items():
+                sums[name] += (1 - DECAY) * DECAY**age * weight.double()
+        means[step] = {name: total / (1 - DECAY ** len(taken)) for name, total in sums.items()}
     return means
 
 
 @pytest.mark.numerics
 def test_mean_is_the_formula_over_recorded_weights(tiny, monkeypatch):
-    """Steps 3 and 4 are skipped for a gradient that is Inf: the mean stays, and so do weights and
+    """Over a resume after step 3.
+
+    Steps 3 and 4 are skipped for a gradient that is Inf: the mean stays, and so do weights and
     biases.
     """
 
@@ -504,12 +511,12 @@ def test_mean_is_the_formula_over_recorded_weights(tiny, monkeypatch):
 
     forward_backward, count = train.forward_backward, iter(range(99))
     monkeypatch.setattr(train, "forward_backward", spoil)
-    config = tiny(
-        *EMA, "model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "train.max_steps=6"
-    )
+    words = [*EMA, "model.router=sigmoid-renorm", "train.bias_update_rate=0.01"]
+    run(tiny(*words, "train.max_steps=3"))
+    config = tiny(*words, "train.max_steps=6")
     assert column(run(config), "optim/skipped_steps")[-1] == 2
     for step, wanted in means_by_hand(config, skipped=(3, 4)).items():
-        found = load_model(path_of(config), step, ema=True).model.state_dict()
+        found = load_mean(config, step)
         assert [*found] == [*wanted]
         for name, mean in wanted.items():
             assert_near(
@@ -519,6 +526,26 @@ def test_mean_is_the_formula_over_recorded_weights(tiny, monkeypatch):
                 f"{step} {name}",
             )
     assert all(mean.any() for name, mean in wanted.items() if name.endswith("selection_bias"))
+
+
+def test_mean_of_an_older_run_continues_uncorrected(tiny, capsys):
+    """It has a part of the initial weights, which the run and commands tell."""
+    run(tiny(*EMA, "train.max_steps=2"))
+    config = tiny(*EMA, "train.max_steps=4")
+    path = checkpoint.folder_of(path_of(config) / "checkpoints", 2)
+    body = checkpoint.read_manifest(path)
+    assert body["facts"].pop("ema_corrected")
+    (path / checkpoint.MANIFEST).write_text(checkpoint._manifest_text(body))
+    mean = load_mean(config, 2)
+    run(config)
+    out = capsys.readouterr().out
+    assert "at step 2 the initial weights are 0.56 of it; it continues so" in out
+    for step in (3, 4):
+        state = load_model(path_of(config), step).model.state_dict()
+        mean = {name: DECAY * mean[name] + (1 - DECAY) * state[name] for name in mean}
+        for name, found in load_mean(config, step).items():
+            torch.testing.assert_close(found, mean[name], rtol=1e-5, atol=1e-7)
+    assert "warning: " in capsys.readouterr().out
 
 
 def test_mean_is_evaluated_beside_a_run_that_it_does_not_change(tiny, capsys):
