@@ -38,7 +38,7 @@ from runtime.checkpoint import Saver
 from runtime.folder import RunFolder, path_of
 from runtime.guard import Guard, Recomputed
 from runtime.parallel import set_gradient_sync
-from runtime.preflight import OpenTasks, ReadWeights, plan_run
+from runtime.preflight import OpenTasks, Plan, ReadWeights, plan_run
 from runtime.reporter import Reporter, SilentReporter
 from runtime.signals import Stop
 from runtime.state import TrainState, build_state
@@ -64,6 +64,25 @@ def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
     else:
         height = 1 - math.sqrt(progress)
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * height)
+
+
+def describe_rate_change(plan: Plan, step: int) -> str:
+    """One line if changed settings move the rate of the step after `step`, else ""."""
+    changes = []
+    for line in plan.changes:
+        if line.startswith(("train.max_steps:", "optim.")):
+            changes.append(line)
+    old, new = plan.run.recorded, plan.config
+    if not changes or old is None:
+        return ""
+    old_lr = learning_rate(old.optim, old.train.max_steps, step)
+    new_lr = learning_rate(new.optim, new.train.max_steps, step)
+    if math.isclose(old_lr, new_lr, rel_tol=1e-3):  # more digits than are printed
+        return ""
+    return (
+        f"{'; '.join(changes)}: the learning rate of step {step + 1:,} is {new_lr:.3g} instead of "
+        f"{old_lr:.3g}"
+    )
 
 
 def count_step_loads(state: TrainState, micro_batches: list[Batch]) -> Tensor:
@@ -234,6 +253,9 @@ def train(
         with distributed.share_errors(ranks):
             stack.enter_context(plan.run.claim(ranks))
         state = stack.enter_context(build_state(plan, ranks))
+        rate_change = describe_rate_change(plan, state.step)
+        if rate_change:
+            distributed.print_once(f"{plan.run}: {rate_change}")
         with distributed.share_errors(ranks):
             report = stack.enter_context(
                 Reporter(plan, state, ranks) if ranks.rank == 0 else SilentReporter()

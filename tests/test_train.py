@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -459,6 +460,42 @@ def test_diverged_run_ends_as_a_failure_and_saves_nothing(tiny, monkeypatch, los
     ):
         run(config)
     assert not steps(config)
+
+
+@pytest.mark.parametrize(
+    "settings, old_steps, new_steps, rates",
+    [  # lr 1 at the peak, 0.2 at the end; step 5 is the next
+        ("cosine", 4, 12, (0.2 + 0.4 * (1 + math.cos(math.pi * 2 / 10)), 0.2)),
+        ("cosine", 12, 6, (0.2 + 0.4 * (1 + math.cos(math.pi * 2 / 4)), 0.2 + 0.8 * 0.904508)),
+        ("cosine optim.warmup_steps=8", 12, 40, None),  # still in the warm-up
+        ("wsd optim.decay_fraction=0.5", 12, 16, None),  # still constant
+    ],
+)
+def test_another_length_tells_the_rate_of_the_next_step(
+    tiny, capsys, settings, old_steps, new_steps, rates
+):
+    """The rate that is printed is the one that the step has; nothing is said where it stays."""
+    words = "optim.lr=1 optim.min_lr_ratio=0.2 optim.warmup_steps=2 log.interval=1 "
+    words += f"train.checkpoint_interval=4 train.keep_steps=4 optim.schedule={settings}"
+    run(tiny(*words.split(), f"train.max_steps={old_steps}"))
+    config = tiny(*words.split(), f"train.max_steps={new_steps}")
+    for path in (path_of(config) / "checkpoints").iterdir():
+        if path.name != "step_00000004":
+            shutil.rmtree(path)
+    capsys.readouterr()
+    lines = run(config)
+    told = re.findall(
+        r"train.max_steps: (\d+) -> (\d+): the learning rate of step 5 is (\S+) instead of (\S+)",
+        capsys.readouterr().out,
+    )
+    if rates is None:
+        assert not told
+        return
+    ((old, new, to_rate, from_rate),) = told
+    assert (int(old), int(new)) == (old_steps, new_steps)
+    assert (float(to_rate), float(from_rate)) == pytest.approx(rates, rel=5e-3)
+    (logged,) = [line["optim/lr"] for line in lines if line["step"] == 5 and "optim/lr" in line]
+    assert logged == pytest.approx(rates[0])
 
 
 # ---- the running mean of the weights (train.ema_decay): the formula, and every command; on ranks:
