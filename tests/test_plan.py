@@ -7,11 +7,12 @@ import time
 
 import pytest
 import torch
-from runs import REPO_ROOT
+from runs import REPO_ROOT, run
 
 import configure
 from model import GPT, flops_per_token, parameter_shapes
 from runtime import RunError, distributed, memory
+from runtime.folder import path_of
 from scripts import plan
 from tools.bench.steps import Step
 
@@ -120,6 +121,27 @@ def test_options_that_need_memory_are_planned(call):
 )
 def test_plan_refuses_bad_input(call, word, error):
     assert error in call(plan.main, LARGE, word, code=2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "optim.name=adamw train.dtype=float16",
+        "optim.name=adamw train.ema_decay=0.9 model.router=dense model.tie_embeddings=false",
+        "optim.name=muon train.dtype=float16 train.ema_decay=0.9 model.n_hash_layer=1",
+        "optim.name=muon train.dtype=float32 optim.router_lr_ratio=0",
+    ],
+)
+def test_planned_checkpoint_has_the_size_of_its_files(tiny, words):
+    """A model of a few MB, whose small tensors and index are 1 to 2% of the checkpoint."""
+    config = tiny(
+        *words.split(), "train.max_steps=1", "model.n_embd=128", "model.expert_hidden=256"
+    )
+    run(config)
+    files = (path_of(config) / "checkpoints/step_00000001").iterdir()
+    size = sum(file.stat().st_size for file in files)
+    assert size > 5e6
+    assert plan.checkpoint_bytes(config) == pytest.approx(size, rel=0.01)
 
 
 # ---- activations
