@@ -530,6 +530,13 @@ class Optim(Section):
     name: Literal["adamw", "muon"] = key(
         "adamw", "muon: for the blocks' matrices, routers excepted"
     )
+    muon_split: bool = key(
+        True,
+        "Muon orthogonalizes q, k and v each, and gate and up, though they are one parameter; "
+        "false: runs from before this key",
+        before=False,
+        acts_if="optim.name=muon",
+    )
     lr: float = key(6e-4, "peak learning rate", gt=0, label="first", other_names="learning_rate")
     momentum: float = key(
         0.95,

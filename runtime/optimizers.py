@@ -1,14 +1,16 @@
 """The optimizers: torch's fused AdamW, AdamW that also writes half-precision copies, and Muon."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from attention import Attention
 from configure.schema import Optim
 from kernels import choose_backend, triton_adamw
+from model import MLP, Experts
 from runtime.parallel import full_tensor, local_part
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Muon's authors
@@ -112,7 +114,8 @@ def build_optimizer(
         assert copy_dtype is not None
         parts.append(CopyingAdamW(by_copying, optim.lr, betas, optim.eps, copy_dtype))
     if by_muon:
-        parts.append(Muon(by_muon, optim.lr))
+        splits = find_splits(model) if optim.muon_split else {}
+        parts.append(Muon(by_muon, optim.lr, splits))
     optimizers = Optimizers(parts, ordered)
     allocate_moments(optimizers)
     return optimizers
@@ -257,15 +260,40 @@ def is_for_muon(name: str, dim: int) -> bool:
     return dim >= 2 and name.startswith("blocks.") and ".router." not in name
 
 
+class Split(NamedTuple):
+    """How to split a parameter into its matrices."""
+
+    sizes: list[int] | int  # of each matrix, or one size for all
+    dim: int
+
+
+def find_splits(model: nn.Module) -> dict[Tensor, Split]:
+    """The splits of parameters with several linear maps: q, k, v, and gate and up of gated MLPs.
+
+    A w_in without a gate is in it too, as one matrix.
+    """
+    splits = {}
+    for module in model.modules():
+        if isinstance(module, Attention):
+            splits[module.qkv.weight] = Split(module.widths, dim=-2)
+        elif isinstance(module, MLP):
+            splits[module.w_in.weight] = Split(module.hidden, dim=-2)
+        elif isinstance(module, Experts):
+            splits[module.w_in] = Split(module.w_out.shape[-2], dim=-1)
+    return splits
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for matrices (..., A, B); leading dimensions, such as experts, count separate matrices.
 
     The gradient g of a matrix W changes its running mean m to μ m + (1 - μ) g, and W by -lr times
     decay · W + 0.2 √max(A, B) · orthogonalize(μ m + (1 - μ) g). That factor gives the step the root
     mean square of AdamW's, so that both use one learning rate and one decay (arXiv 2502.16982).
+    Matrices that share a parameter (`splits`) are orthogonalized each, with A and B of their own:
+    q (C, C), k and v (nkv·hs, C), gate and up (H, C) of an MLP and (C, H) of each expert.
     Gradients are divided by `grad_scale`, and nothing changes where `found_inf` is 1: the step is
     decided on the device, which torch.optim.Muon cannot do. The iteration runs in bfloat16 on CUDA,
-    as its authors', and in float32 on a CPU.
+    as its authors', and in the weights' type on a CPU.
 
     Under FSDP2 each expert is whole on one rank, which computes its step. Other matrices are
     gathered for the iteration.
@@ -274,10 +302,11 @@ class Muon(torch.optim.Optimizer):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, groups: list[Group], lr: float) -> None:
-        """Each group has `params`, `momentum` (μ) and `weight_decay`."""
+    def __init__(self, groups: list[Group], lr: float, splits: Mapping[Tensor, Split]) -> None:
+        """Train groups of `params`, `momentum` (μ), `weight_decay`; splits are of `find_splits`."""
         # `fused`: loading a checkpoint then keeps step counts on the device
         super().__init__(groups, {"lr": lr, "fused": True})
+        self.splits = splits
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]  # no loss is returned
@@ -297,11 +326,20 @@ class Muon(torch.optim.Optimizer):
         old_mean = local_part(mean)
         gradient = local_part(p.grad) / self.grad_scale
         new_mean = old_mean.lerp(gradient, 1 - momentum)
-        direction = _orthogonalize_sharded(gradient.lerp(new_mean, momentum), p)
-        step_size = lr * 0.2 * max(p.shape[-2:]) ** 0.5
-        new_weight = weight * (1 - lr * group["weight_decay"]) - step_size * direction
+        update = self._compute_update(gradient.lerp(new_mean, momentum), p, lr)
+        new_weight = weight * (1 - lr * group["weight_decay"]) - update
         old_mean.copy_(torch.where(take, new_mean, old_mean))
         weight.copy_(torch.where(take, new_weight, weight))
+
+    def _compute_update(self, x: Tensor, p: Tensor, lr: float) -> Tensor:
+        """This rank's shard of what p loses in a step, from x, this rank's shard of the mean."""
+        if p not in self.splits:
+            return _scaled_direction(x, p, lr)
+        sizes, dim = self.splits[p]
+        updates = []
+        for matrix in _gather(x, p).split(sizes, dim):
+            updates.append(_scaled_direction(matrix, matrix, lr))
+        return _take_shard(torch.cat(updates, dim), p)
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -322,16 +360,33 @@ def orthogonalize(x: Tensor) -> Tensor:
     return wide if is_wide else wide.mT
 
 
+def _scaled_direction(x: Tensor, p: Tensor, lr: float) -> Tensor:
+    """Learning rate times direction for p, a matrix or a stack of them, and x sharded like p."""
+    step_size = lr * 0.2 * max(p.shape[-2:]) ** 0.5
+    return step_size * _orthogonalize_sharded(x, p)
+
+
 def _orthogonalize_sharded(x: Tensor, p: Tensor) -> Tensor:
     """`orthogonalize` of x, this rank's shard of a tensor that is sharded like p."""
-    dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
-    if x.dim() > 2 or not isinstance(p, DTensor):
-        return orthogonalize(x.to(dtype)).to(x.dtype)
-    mesh = p.device_mesh
-    replicated = [Replicate()] * mesh.ndim
+    dtype = torch.bfloat16 if x.device.type == "cuda" else x.dtype
+    direction = orthogonalize(_gather(x, p).to(dtype)).to(x.dtype)
+    return _take_shard(direction, p)
+
+
+def _gather(x: Tensor, p: Tensor) -> Tensor:
+    """Whole matrices from x, this rank's shard of a tensor that is sharded like p."""
+    if p.dim() > 2 or not isinstance(p, DTensor):  # each expert is whole on one rank
+        return x
     sharded = DTensor.from_local(
-        x, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
     )
-    full = orthogonalize(sharded.full_tensor().to(dtype)).to(x.dtype)
-    result = DTensor.from_local(full, mesh, replicated, run_check=False)
-    return result.redistribute(placements=p.placements).to_local()
+    return sharded.full_tensor()
+
+
+def _take_shard(x: Tensor, p: Tensor) -> Tensor:
+    """This rank's shard, as of p, of whole matrices x."""
+    if p.dim() > 2 or not isinstance(p, DTensor):
+        return x
+    mesh = p.device_mesh
+    full = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return full.redistribute(placements=p.placements).to_local()

@@ -70,7 +70,15 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
         "eval.windows=5",
         "train.max_steps=2",
     ],
-    "muon": [*SAVED, "model.router=kern-norelu", "optim.name=muon"],
+    "muon": [
+        *SAVED,
+        "model.router=kern-norelu",
+        "optim.name=muon",
+        "model.n_kv_head=1",
+        "model.gated=true",
+        "model.activation=silu",
+        "model.n_shared_expert=1",
+    ],
     "blocks": ["model.dropout=0.1", "train.balance_loss_coef=0.1"],
     "inf": ["train.dtype=float16", "train.bias_update_rate=0.01", "train.max_steps=5"],
     # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.

@@ -35,6 +35,7 @@ CONDITIONAL = {
     "train.balance_loss_scope": "train.balance_loss_coef=0.1",
     "train.spike_sigma": "train.loss_spike=skip",
     "optim.momentum": "optim.name=muon",
+    "optim.muon_split": "optim.name=muon",
     "optim.decay_fraction": "optim.schedule=wsd",
     "optim.decay": "optim.schedule=wsd",
 }

@@ -190,14 +190,20 @@ def test_an_unfinished_run_goes_on_under_the_defaults_of_its_beginning(tiny, tin
     command = [
         str(tiny_file),
         "--train.balance_loss_coef=0.1",
+        "--optim.name=muon",
         "--eval.interval=1",
         "--train.checkpoint_interval=2",
     ]
-    older = ["--eval.spread=tokens", "--train.balance_loss_scope=micro_batch"]
+    older = [
+        "--eval.spread=tokens",
+        "--train.balance_loss_scope=micro_batch",
+        "--optim.muon_split=false",
+    ]
     assert train.main([*command, *older]) == 0
     folder = path_of(tiny())
     losses, config = RunFolder(folder).read_val_losses(), (folder / "config.toml").read_text()
-    for text in (config, re.sub(r"(?m)^(spread|balance_loss_scope) = .*$", "", config)):
+    new_keys = r"(?m)^(spread|balance_loss_scope|muon_split) = .*$"
+    for text in (config, re.sub(new_keys, "", config)):
         shutil.rmtree(folder / "checkpoints/step_00000004", ignore_errors=True)
         (folder / "config.toml").write_text(text)
         capsys.readouterr()
@@ -205,6 +211,7 @@ def test_an_unfinished_run_goes_on_under_the_defaults_of_its_beginning(tiny, tin
         out = capsys.readouterr().out
         assert (
             "eval.spread: 'documents' -> 'tokens', as this run began" in out
+            and "optim.muon_split: True -> False, as this run began" in out
             and "from step 2" in out
         )
         assert (

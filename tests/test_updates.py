@@ -574,7 +574,7 @@ def test_steps_equal_an_svd_in_float64(scaled):
     start = [torch.randn(shape, generator=seeded(i)) for i, shape in enumerate(SHAPES.values())]
     mine, bias = [torch.nn.Parameter(p.clone()) for p in start], torch.nn.Parameter(torch.ones(3))
     twin = torch.nn.Parameter(bias.detach().clone())
-    muon = Muon([{"params": mine, "weight_decay": 0.1, "momentum": 0.9}], lr=1.0)
+    muon = Muon([{"params": mine, "weight_decay": 0.1, "momentum": 0.9}], lr=1.0, splits={})
     beside = torch.optim.AdamW([bias], lr=1.0, weight_decay=0.0, fused=True)
     optimizer = Optimizers([muon, beside])
     allocate_moments(optimizer)
