@@ -214,13 +214,26 @@ def _allow_open_files(count: int) -> None:
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that made this set, from the set's own files; needs no network."""
-    info = read_meta(folder).tokenizer
+    """The tokenizer that made this set, from the set's own files; needs no network.
+
+    Raises DataError if a file is another tokenizer's.
+    """
+    meta = read_meta(folder)
+    info = meta.tokenizer
     tokenizer_file = folder / TOKENIZER_FILE
+    tokenizer: Tokenizer
     if tokenizer_file.is_file():
-        return FileTokenizer(info["name"], tokenizer_file.read_bytes(), info["eot"])
-    ranks_file = folder / RANKS_FILE
-    return load_tokenizer(info["name"], ranks_file if ranks_file.is_file() else None)
+        tokenizer = FileTokenizer(info["name"], tokenizer_file.read_bytes(), info["eot"])
+    else:
+        ranks_file = folder / RANKS_FILE
+        tokenizer = load_tokenizer(info["name"], ranks_file if ranks_file.is_file() else None)
+    if tokenizer.hash != info["hash"]:
+        raise DataError(
+            f"{tokenizer_file}: not of the tokenizer that made the set: expected sha256 "
+            f"{info['hash']}, found {tokenizer.hash}. Put the set's own back, or remove it if the "
+            f"set has none. {_name_remedy(meta)}"
+        )
+    return tokenizer
 
 
 def check_dataset(folder: Path, vocab_size: int) -> Meta:

@@ -1,8 +1,10 @@
 """data/: tokenizers, and the file format with its check. test_loader.py: the order of windows."""
 
 import hashlib
+import json
 import os
 import re
+import shutil
 from contextlib import nullcontext
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -16,8 +18,10 @@ from corpora import BYTES, REPO_ROOT, edit_meta, write_ids
 from data import DataError, bins, tokenizer
 from data.bins import check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
 from data.loader import windows
-from data.tokenizer import GPT2Tokenizer, identity, load_tokenizer
+from data.tokenizer import ByteTokenizer, GPT2Tokenizer, identity, load_tokenizer
+from data.verify import verify_dataset
 from data.writer import Writer
+from hf.tokenizer_files import describe_tokenizer
 
 REAL_RANKS = Path(
     os.environ.get("NANOKERN_RANKS") or REPO_ROOT.parent / "shared/data/gpt2.tiktoken"
@@ -132,6 +136,20 @@ def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks):
         open_tokenizer(tmp_path / "set").decode(tokens.read(0, len(tokens)))
         == "à propos<|endoftext|>"
     )
+
+
+def test_set_refuses_another_tokenizer(corpus, tmp_path):
+    """A tokenizer.json that came into the folder later neither decodes nor encodes."""
+    folder = shutil.copytree(corpus / "tiny", tmp_path / "tiny")
+    assert open_tokenizer(folder).decode([104, 105]) == "hi"
+    other = describe_tokenizer(ByteTokenizer())
+    vocabulary = other["model"]["vocab"]
+    vocabulary["h"], vocabulary["i"] = vocabulary["i"], vocabulary["h"]
+    (folder / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(DataError, match=r"tokenizer\.json: not of the tokenizer that made the set"):
+        open_tokenizer(folder)
+    with pytest.raises(DataError, match="or remove it if the set has none"):
+        verify_dataset(folder)
 
 
 def swap_bytes(data: bytes) -> bytes:

@@ -28,7 +28,7 @@ from router import ROUTERS
 from runtime.signals import EXIT_CODE, Stop
 from track import clean
 from track import protocol as protocols
-from track.__main__ import CPU, main
+from track.__main__ import CPU, load_complete, main
 from track.entry import add_run, describe_machine, make_point, read_result, start_record
 from track.protocol import Task, load_protocol, read_options
 from track.record import (
@@ -374,7 +374,7 @@ def test_verify_refuses_tampering(contest, tmp_path, capsys):
     assert f"{path} is an entry of the same name; keep one" in printed
 
 
-def test_table_has_what_the_records_say(contest, tmp_path, monkeypatch):
+def test_table_has_what_the_records_say(contest, tmp_path, monkeypatch, capsys):
     protocol = load_protocol(str(contest))
     records = [
         make_record(protocol, "softmax-renorm", [1.6, 1.7, 1.8]),
@@ -395,6 +395,10 @@ def test_table_has_what_the_records_say(contest, tmp_path, monkeypatch):
     assert float(kern[8]) == protocol.draw_settings()[0]["optim.lr"]
     assert len(build_tables(protocol, rows)) == 2
     assert (tmp_path / "contest.png").stat().st_size > 5000
+    save(protocol.records / "kern_old.json", make_record(protocol, "kern", [2.4, 2.5, 2.6]))
+    by_name = {record["name"]: record for record in records}
+    assert {record["name"]: record for record in load_complete(protocol)} == by_name
+    assert "kern_old.json: left out, it is the record of kern" in capsys.readouterr().err
     pages[1].write_text("no marks")
     with pytest.raises(ValueError, match=r"front\.md lacks the lines"):
         write_tables(protocol, rows)

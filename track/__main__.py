@@ -140,6 +140,8 @@ def load_complete(protocol: Protocol) -> list[Record]:
             reason = "of another protocol; scripts.track verify tells more"
         elif not judged_runs(record).keys() >= set(protocol.judge_seeds):
             reason = f"not complete; enter {record['name']} to resume"
+        elif path.stem != record["name"]:
+            reason = f"it is the record of {record['name']}: remove it, or give it that name"
         else:
             records.append(record)
             continue
