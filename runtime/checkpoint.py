@@ -10,6 +10,7 @@ Reading one executes nothing: torch's readers would unpickle anything, ours acce
 """
 
 import hashlib
+import io
 import json
 import logging
 import math
@@ -20,8 +21,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._pytree import tree_map
 
 from common.files import sync_folder, write_atomic
@@ -46,7 +49,12 @@ from runtime.distributed import Ranks
 
 MANIFEST = "manifest.json"
 EMA_CORRECTED = "ema_corrected"  # key of the metadata: the EMA has no part of the initial weights
-SAVE_TIMEOUT = timedelta(hours=1)  # time for the slowest rank to write its part
+# A save may last as long as it makes progress, which `Saver` watches.
+SAVE_TIMEOUT = timedelta(days=365)
+# Written bytes are synced in parts of this size, so that progress is what the disk has taken. With
+# the default timeout a disk of 0.5 MB/s is still slow and not hung; not measured.
+SYNC_BYTES = 2**28
+POLL_SECONDS = 0.05  # between two looks at a save that all ranks wait for
 
 # torch warns if one process saves alone, which is intended here, and logs tracebacks of errors that
 # are reported below.
@@ -78,6 +86,9 @@ class Saver(AbstractContextManager["Saver"]):
     last save (`finish`). After an error that all ranks raise, and on a single rank, it waits for
     the save as well. After any other error another rank may be lost, and a save that needs it is
     given up: its partial folder stays until the next start.
+
+    A save may be slow. One that makes no progress on any rank for train.timeout_minutes hangs, and
+    ends the run.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, sharded: bool, train: Train) -> None:
@@ -91,18 +102,26 @@ class Saver(AbstractContextManager["Saver"]):
                 does (on_save_error).
         """
         self.folder = folder
+        self.ranks = ranks
+        self.timeout = 60 * train.timeout_minutes  # seconds
         self.on_error = train.on_save_error
         self.keep = train.keep_checkpoints
         self.keep_steps = train.kept_steps
         self.first = ranks.rank == 0
         self.writes = sharded or self.first
-        self.all_ranks: Any = None
-        if ranks.world_size > 1:
-            self.all_ranks = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
-        self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
+        self.writers: Any = None  # the group that writes together
+        if sharded and ranks.world_size > 1:
+            timeout = timedelta(seconds=self.timeout)
+            group: Any = dist.new_group(backend="gloo", timeout=timeout)
+            _set_pg_timeout(SAVE_TIMEOUT, group)
+            self.writers = group
         self.pending: threading.Thread | None = None  # writes the current save
         self.failure: RunError | None = None  # failure of the last save
         self.seconds = 0.0  # that this rank's last save lasted; infinite while one is written
+        self.warnings: list[str] = []  # of the last save
+        self.progress = 0  # counts what this rank's saves have done
+        self.seen_progress = 0
+        self.moved_at = 0.0  # time.monotonic() of the last progress on any rank
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         on_all_ranks = isinstance(error, RunError) and not isinstance(error, RankError)
@@ -110,7 +129,8 @@ class Saver(AbstractContextManager["Saver"]):
             self.finish()
         elif self.writers is None or on_all_ranks:
             self.on_error = "warn"  # the error that is already raised must not be replaced
-            self.wait()
+            with suppress(RunError):
+                self._wait(self.ranks._replace(control=None))
 
     def save(
         self,
@@ -133,10 +153,8 @@ class Saver(AbstractContextManager["Saver"]):
             RunError: the previous save failed, and `on_error` is "stop".
         """
         self.wait()
-        if self.all_ranks:
-            # the slowest writer may need longer than other collectives wait
-            dist.barrier(self.all_ranks)
         self.failure = None
+        self.moved_at = time.monotonic()
         if self.writes:
             start = time.monotonic()
             self.seconds = math.inf
@@ -152,31 +170,75 @@ class Saver(AbstractContextManager["Saver"]):
     def poll(self) -> None:
         """Report on a save that has ended meanwhile. Raises RunError as `wait` does."""
         if self.pending and not self.pending.is_alive():
-            self.wait()
+            self._report()
 
     def wait(self) -> None:
-        """Wait for the current save. Raises RunError if it failed and `on_error` is "stop"."""
-        if self.pending is None:
-            return
-        pending = self.pending
-        self.pending = None
-        pending.join()
-        if self.failure and self.on_error == "stop":
-            raise self.failure
-        if self.failure and self.first:
-            print(f"warning: {self.failure}", flush=True)
+        """Wait until the current save is complete on all ranks.
+
+        Raises RunError if it hangs, or if it failed and `on_error` is "stop".
+        """
+        self._wait(self.ranks)
 
     def finish(self) -> None:
         """Wait until the last save is complete on all ranks.
 
-        Raises RunError if it failed, whatever `on_error`.
+        Raises RunError if it hangs or failed, whatever `on_error`.
         """
         self.on_error = "stop"
         self.wait()
         if self.failure:
             raise self.failure
-        if self.all_ranks:
-            dist.barrier(self.all_ranks)
+
+    def describe_progress(self) -> list[bool]:
+        """Two flags: this rank's save has moved since the last call; it hangs.
+
+        The ranks exchange them, and `note_progress` hears of the result.
+        """
+        progress = self.progress
+        moved = progress != self.seen_progress
+        self.seen_progress = progress
+        silent_seconds = time.monotonic() - self.moved_at
+        return [moved, self._is_writing() and not moved and silent_seconds > self.timeout]
+
+    def note_progress(self, moved: bool, hangs: bool) -> None:
+        """Learn the flags of all ranks. Raises RunError, on all of them, if the save hangs."""
+        if moved:
+            self.moved_at = time.monotonic()
+        if hangs:
+            self.pending = None  # nothing waits for it any more
+            raise RunError(
+                f"{self.folder}: the save of a checkpoint hangs: no rank wrote or read any of it "
+                f"for {self.timeout / 60:g} minutes (train.timeout_minutes). Older ones are "
+                "intact. Check the disk and its network, or give a slow one more "
+                "train.timeout_minutes, and start the run again"
+            )
+
+    def _is_writing(self) -> bool:
+        return self.pending is not None and self.pending.is_alive()
+
+    def _wait(self, ranks: Ranks) -> None:
+        """Wait until no save is written on `ranks`, as long as it moves; then report on it."""
+        is_writing = True
+        while is_writing:
+            flags = [self._is_writing(), *self.describe_progress()]
+            is_writing, moved, hangs = distributed.any_rank(flags, ranks)
+            self.note_progress(moved, hangs)
+            if is_writing:
+                time.sleep(POLL_SECONDS)
+        self._report()
+
+    def _report(self) -> None:
+        """Report on a save that has ended: print its warnings, and raise or print its failure."""
+        if self.pending is None:
+            return
+        self.pending.join()
+        self.pending = None
+        for warning in self.warnings:
+            print(f"warning: {warning}", flush=True)
+        if self.failure and self.on_error == "stop":
+            raise self.failure
+        if self.failure and self.first:
+            print(f"warning: {self.failure}", flush=True)
 
     def _save(self, step: int, state: dict, metadata: dict, start: float) -> None:
         """Write a checkpoint; the thread `pending` runs it.
@@ -184,13 +246,14 @@ class Saver(AbstractContextManager["Saver"]):
         Sets `failure` if that fails, and `seconds`, counted from `start`.
         """
         _lower_priority()
+        self.warnings = []
         path = folder_of(self.folder, step)
         temporary = path.with_suffix(".tmp")
         try:
             self._on_each_writer(self._make_folder, temporary)
             dcp.save(
                 state,
-                storage_writer=dcp.FileSystemWriter(temporary),
+                storage_writer=WatchedWriter(temporary, self._note_step),
                 process_group=self.writers,
                 no_dist=self.writers is None,
             )
@@ -206,9 +269,14 @@ class Saver(AbstractContextManager["Saver"]):
             )
         self.seconds = time.monotonic() - start
 
+    def _note_step(self) -> None:
+        """Count a step of this rank's save."""
+        self.progress += 1
+
     def _make_folder(self, folder: Path) -> None:
         if self.first:
-            folder.mkdir(parents=True)
+            shutil.rmtree(folder, ignore_errors=True)  # what a start could not remove
+            folder.mkdir(parents=True, exist_ok=True)
 
     def _hash_own_files(self, folder: Path) -> dict[str, dict]:
         """{name: length and sha256} of the files that this rank has written."""
@@ -216,7 +284,7 @@ class Saver(AbstractContextManager["Saver"]):
         paths = list(folder.glob(f"__{rank}_*"))
         if self.first:
             paths.append(folder / ".metadata")
-        return {path.name: _describe_file(path) for path in paths}
+        return {path.name: _describe_file(path, self._note_step) for path in paths}
 
     def _publish(self, step: int, path: Path, files: list[dict], metadata: dict) -> None:
         """Write the manifest, rename the folder, and delete old checkpoints.
@@ -237,7 +305,18 @@ class Saver(AbstractContextManager["Saver"]):
         sync_folder(self.folder.parent)
         for old in steps(self.folder)[: -self.keep]:
             if old not in self.keep_steps:
-                shutil.rmtree(folder_of(self.folder, old))
+                self._remove_old(folder_of(self.folder, old))
+
+    def _remove_old(self, path: Path) -> None:
+        """Remove a checkpoint; the save that has just been published counts even if that fails."""
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            self.warnings.append(
+                f"{path}: this old checkpoint could not be removed ({error.strerror}); the new one "
+                "is complete. The next save tries again; give yourself the right to remove it, or "
+                "move it away"
+            )
 
     def _on_each_writer(self, action: Callable[..., Any], *arguments: Any) -> list:
         """Call `action` on each rank that writes; returns the results of all.
@@ -249,10 +328,61 @@ class Saver(AbstractContextManager["Saver"]):
         except OSError as error:
             outcome = error
         outcomes = distributed.gather(outcome, self.writers)
+        self._note_step()
         for fault in outcomes:
             if isinstance(fault, OSError):
                 raise fault
         return outcomes
+
+
+class WatchedWriter(dcp.FileSystemWriter):
+    """torch's writer; it syncs what it writes in parts, and calls `note_step` after each."""
+
+    def __init__(self, path: Path, note_step: Callable[[], object]) -> None:
+        super().__init__(path)
+        self.fs = _WatchedDisk(note_step)
+
+
+class _WatchedDisk(FileSystem):
+    """The files of `WatchedWriter`."""
+
+    def __init__(self, note_step: Callable[[], object]) -> None:
+        self.note_step = note_step
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        """Open a file; one that is written is a `WatchedFile`."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with io.BufferedWriter(WatchedFile(path, "wb", self.note_step)) as stream:
+            yield stream
+
+
+class WatchedFile(io.FileIO):
+    """A file that calls `note_step` after each part that was read, or has reached the disk."""
+
+    def __init__(self, path: str | os.PathLike, mode: str, note_step: Callable[[], object]) -> None:
+        super().__init__(path, mode)
+        self.note_step = note_step
+        self.unsynced = 0  # bytes
+
+    def write(self, data: Any) -> int:
+        """Write the first bytes of `data`, and sync the file after each SYNC_BYTES."""
+        written = super().write(memoryview(data)[: SYNC_BYTES - self.unsynced])
+        self.unsynced += written
+        if self.unsynced >= SYNC_BYTES:
+            os.fsync(self.fileno())
+            self.unsynced = 0
+        self.note_step()
+        return written
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into `buffer`. Returns the number of bytes."""
+        count = super().readinto(buffer)
+        self.note_step()
+        return count
 
 
 def _lower_priority() -> None:
@@ -270,7 +400,14 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
 def remove_partial_saves(folder: str | Path) -> None:
     """Remove the folders of interrupted saves. Only for a process that holds the run's lock."""
     for path in Path(folder).glob("step_*.tmp"):
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            print(
+                f"warning: {path}: this part of a checkpoint could not be removed "
+                f"({error.strerror}); the next start tries again",
+                flush=True,
+            )
 
 
 def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
@@ -487,9 +624,9 @@ def _manifest_text(body: dict[str, Any]) -> str:
     return json.dumps({"sha256": digest, "body": body}, indent=1) + "\n"
 
 
-def _describe_file(path: Path) -> dict[str, Any]:
-    """A file's entry in the manifest. Raises OSError."""
-    with path.open("rb") as file:
+def _describe_file(path: Path, note_step: Callable[[], object] = int) -> dict[str, Any]:
+    """A file's entry in the manifest; `note_step` is called after each part. Raises OSError."""
+    with WatchedFile(path, "rb", note_step) as file:
         return {
             "bytes": path.stat().st_size,
             "sha256": hashlib.file_digest(file, "sha256").hexdigest(),

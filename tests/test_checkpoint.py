@@ -7,12 +7,14 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import pickle
 import random
 import re
 import shutil
 import signal
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -132,6 +134,32 @@ def test_checkpoint_holds_the_weights_of_its_step(tmp_path, slow_disk):
     assert not any(map(torch.equal, training.model.parameters(), other.model.parameters()))
 
 
+def test_a_save_may_be_slow_but_not_hang(tmp_path, monkeypatch, slow_disk):
+    """A slow disk accepts the file in parts, and each of them is progress."""
+    slow_disk.set()
+    slow = Train(timeout_minutes=1 / 60)
+    monkeypatch.setattr(checkpoint, "SYNC_BYTES", 4000)
+    sync, synced = os.fsync, []
+
+    def sync_slowly(descriptor):
+        synced.append(time.monotonic())
+        time.sleep(0.2)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_slowly)
+    with checkpoint.Saver(tmp_path, ALONE, sharded=False, train=slow) as saver:
+        Training().save(saver, 1)
+    assert synced[-1] - synced[0] > 2  # seconds, of one allowed without progress
+    monkeypatch.setattr(os, "fsync", sync)
+    slow_disk.clear()
+    with (
+        pytest.raises(RunError, match=r"hangs.* minutes \(train.timeout_minutes\)"),
+        checkpoint.Saver(tmp_path, ALONE, sharded=False, train=slow) as saver,
+    ):
+        Training().save(saver, 2)
+    assert checkpoint.latest(tmp_path, ALONE)[0] == 1
+
+
 # ---- which checkpoints stay
 def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged(
     tmp_path, monkeypatch, capsys
@@ -182,6 +210,33 @@ def test_leftovers_of_interrupted_saves_are_removed_at_the_next_start(tmp_path):
         assert names(path) == ["step_00000003.damaged", "step_00000006", "step_9"]
         write(path, 7)  # not hindered by step_00000007.tmp
     assert checkpoint.latest(path, ALONE)[0] == 7
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, capsys):
+    """The save that was published counts, and the next one tries again."""
+    path = tmp_path / "checkpoints"
+    write(path, 1)
+    remove, stuck = os.rmdir, [path / "step_00000001", path / "step_00000002.tmp"]
+
+    def refuse(name, *args, **options):
+        if any(folder.name in str(name) for folder in stuck):
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(name))
+        remove(name, *args, **options)
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    (path / "step_00000002.tmp").mkdir()
+    (path / "step_00000002.tmp/__1_0.distcp").touch()
+    with RunFolder(tmp_path).claim(ALONE):
+        printed = capsys.readouterr().out
+        assert "step_00000002.tmp: " in printed and "(Operation not permitted)" in printed
+        for step in (2, 3):
+            write(path, step, keep=1)
+            printed = capsys.readouterr().out
+            assert "step_00000001: this old checkpoint could not be removed" in printed
+            assert checkpoint.latest(path, ALONE)[0] == step
+        stuck.clear()
+        write(path, 4, keep=1)
+    assert capsys.readouterr().out == "" and names(path) == ["step_00000004"]
 
 
 # ---- durability
@@ -366,7 +421,7 @@ def test_manifest_names_no_file_outside_the_checkpoint(copied):
 def test_saver_of_many_ranks_waits_only_after_errors_that_all_ranks_raise(tmp_path, error, waits):
     """A lost rank would keep it waiting for an hour."""
     saver, waited = checkpoint.Saver(tmp_path, ALONE, sharded=True, train=Train()), []
-    saver.writers, saver.wait = object(), lambda: waited.append(True)
+    saver.writers, saver._wait = object(), lambda ranks: waited.append(True)
     with pytest.raises(error), saver:
         raise error("a rank is lost")
     assert bool(waited) == waits

@@ -10,6 +10,8 @@ import re
 import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -20,11 +22,22 @@ import torch
 from conftest import write_tiny
 from numerics import assert_near, tolerance
 from ranks import ALL, ANY, CASES, COMPARED, MODELS, PEAK, RATE, RESHARDED, RESUMED, WAYS
-from runs import assert_same_columns, column, run_torchrun, run_with_margin, start_ranks, untimed
+from runs import (
+    ALONE,
+    assert_same_columns,
+    column,
+    meet_in,
+    run_torchrun,
+    run_with_margin,
+    start_ranks,
+    untimed,
+)
 
 import configure
 import train
+from data.loader import Loader
 from model import flops_per_token
+from runtime import checkpoint, preflight
 from runtime.metrics import ARRAYS, read_metrics
 
 
@@ -326,6 +339,93 @@ def test_job_ends_when_a_rank_does(jobs, name):
     # rank 0 gave up waiting; torchrun then killed the other, which does not end when asked to
     if name != "SIGKILL":
         assert "Timed out waiting 30000ms" in job.output
+
+
+# ---- a rank that hangs
+TIMEOUT = 15  # seconds
+
+
+class Hang(NamedTuple):
+    """One call that never returns."""
+
+    owner: object
+    name: str  # of the function
+    rank: int  # that hangs in it
+    at: Callable[..., bool]  # from a call's arguments
+    parallel: str = "ddp"
+    saved: int = 2  # step of the newest intact checkpoint
+
+
+HANGS = {
+    "the plan": Hang(preflight, "open_data", 1, lambda *_: True, saved=0),
+    "a batch": Hang(Loader, "batch", 1, lambda loader, step, *_: step == 3),
+    "an evaluation": Hang(train, "evaluate", 1, lambda state, step, *_: step == 4),
+    "a save of rank 0": Hang(checkpoint.Saver, "_publish", 0, lambda *_: True, saved=0),
+    "the last save of rank 0": Hang(
+        checkpoint.Saver, "_publish", 0, lambda saver, step, *_: step == 4
+    ),
+    "the last save of all": Hang(
+        checkpoint.WatchedFile, "write", 1, lambda file, _: "00004" in str(file.name), "fsdp"
+    ),
+}
+
+
+def be_hung(folder, place):
+    """A rank of a job in which one rank hangs for ever in `place`."""
+    hang = HANGS[place]
+    meet_in(folder / f"{place}.store")
+    call = getattr(hang.owner, hang.name)
+    own = [
+        f"--run.dir={folder / place}",
+        f"--train.timeout_minutes={TIMEOUT / 60}",
+        f"--train.parallel={hang.parallel}",
+        "--train.micro_batch_size=1",
+        "--train.checkpoint_interval=2",
+        "--eval.interval=2",
+    ]
+    if place == "a save of rank 0":  # the steps go on meanwhile
+        own += ["--train.max_steps=100000", "--train.checkpoint_interval=100000"]
+        own += ["--train.keep_steps=2", "--eval.interval=100000"]
+
+    def hanging(*args):
+        if int(os.environ["RANK"]) == hang.rank and hang.at(*args):
+            (folder / f"{place}.hung").touch()
+            while True:
+                time.sleep(1)
+        return call(*args)
+
+    def note_end(code):
+        (folder / f"{place}.{os.environ['RANK']}.ended").touch()
+        end(code)
+
+    end, os._exit = os._exit, note_end
+    setattr(hang.owner, hang.name, hanging)
+    train.main([str(folder / "tiny.toml"), *own])
+
+
+@pytest.fixture(scope="module")
+def hung(folder):
+    """{place: the exit code and output of the rank that does not hang}."""
+    jobs = {place: start_ranks(2, be_hung, folder, place) for place in HANGS}
+    outcomes = {}
+    for place, processes in jobs.items():
+        outcomes[place] = processes[1 - HANGS[place].rank].wait(300)
+    for place, processes in jobs.items():
+        processes[HANGS[place].rank].wait(0)  # torchrun kills it
+    return outcomes
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("place", HANGS)
+def test_job_ends_when_a_rank_hangs_anywhere(hung, folder, place):
+    code, output = hung[place]
+    assert code in (1, 2), output
+    began = (folder / f"{place}.hung").stat().st_mtime
+    ended = (folder / f"{place}.{1 - HANGS[place].rank}.ended").stat().st_mtime
+    assert 0 < ended - began < TIMEOUT + 15, output  # 30 s on a machine that does nothing else
+    checkpoints = folder / place / "tiny/checkpoints"
+    assert checkpoint.latest(checkpoints, ALONE)[0] == HANGS[place].saved
+    assert not list(checkpoints.glob("*.damaged"))
 
 
 @pytest.mark.integration

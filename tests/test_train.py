@@ -249,7 +249,7 @@ def test_learning_rate_by_hand():
 
 
 # ---- what is due
-def test_cadence_by_hand(tiny, monkeypatch):
+def test_cadence_by_hand(tiny, tmp_path, monkeypatch):
     def cadence_of(*overrides, rank=0):
         ranks = Ranks(rank, 1, torch.device("cpu"))
         return cadence.Cadence(tiny(*overrides), 0, False, ranks, stop, saver)
@@ -263,7 +263,7 @@ def test_cadence_by_hand(tiny, monkeypatch):
                 steps.append(step)
         return steps
 
-    saver = SimpleNamespace(seconds=0.0)
+    saver = checkpoint.Saver(tmp_path, ALONE, sharded=False, train=tiny().train)
     now, stop = [0.0], Stop()
     monkeypatch.setattr(cadence.time, "monotonic", lambda: now[0])
     assert saved("train.max_steps=40", "train.checkpoint_interval=-1") == [*range(4, 41, 4)]
@@ -300,11 +300,11 @@ def test_cadence_by_hand(tiny, monkeypatch):
     ],
 )
 def test_automatic_saves_last_a_twentieth_of_the_time(
-    tiny, monkeypatch, capsys, step_seconds, by_hand
+    tiny, tmp_path, monkeypatch, capsys, step_seconds, by_hand
 ):
     now = [0.0]
     monkeypatch.setattr(cadence.time, "monotonic", lambda: now[0])
-    saver = SimpleNamespace(seconds=0.0)
+    saver = checkpoint.Saver(tmp_path, ALONE, sharded=False, train=tiny().train)
     config = tiny(
         "train.max_steps=2000", "train.checkpoint_interval=-1", "train.checkpoint_minutes=0"
     )
