@@ -4,7 +4,7 @@
 
 A seed's best norm is the vertex of the parabola through its lowest loss and the two neighbours,
 over log norm; the end of the range where the loss is lowest there. The slope of log best norm on
-log top_k, by least squares, is ½ if the best norm grows as √top_k.
+log top_k, by least squares, is ½ if the best norm grows as √top_k. The slopes are one family.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,10 @@ import numpy as np
 
 from report.__main__ import make_report_parser
 from report.blocks import Table
-from report.comparisons import estimate_difference
+from report.comparisons import estimate_difference, judge_family
 from report.groups import Group, Variant
 from report.page import read_report
+from report.tables import format_p
 from studies.command import print_tables
 
 TOP_K = "model.top_k"
@@ -35,15 +36,19 @@ def tabulate_growth(groups: Sequence[Group]) -> Table:
     groups = sorted(groups, key=lambda group: group.values[TOP_K])
     top_k = [group.values[TOP_K] for group in groups]
     columns = [f"top_k {count}" for count in top_k]
-    table = Table(["best norm", *columns, "slope, 95%"])
+    table = Table(["best norm", *columns, "slope, 95%", "Holm's p"])
+    slopes = []
     for variants in zip(*(group.variants for group in groups), strict=True):
         log_norms = np.array([find_log_best(variant) for variant in variants])  # (groups, seeds)
         row = {"best norm": f"**{variants[0].router}**"}
         for column, logs in zip(columns, log_norms, strict=True):
             row[column] = f"{2 ** logs.mean():.2f}"
-        slopes = np.polyfit(np.log2(top_k), log_norms, 1)[0]
-        row["slope, 95%"] = str(estimate_difference(slopes))
+        slopes_of_seeds = np.polyfit(np.log2(top_k), log_norms, 1)[0]
+        slopes.append(estimate_difference(slopes_of_seeds))
         table.rows.append(row)
+    for row, slope in zip(table.rows, judge_family(slopes), strict=True):
+        row["slope, 95%"] = str(slope)
+        row["Holm's p"] = format_p(slope)
     return table
 
 

@@ -4,9 +4,9 @@
     python -m studies.results --check      writes nothing; fails if a table differs
 
 Below a line `python -m MODULE …`, MODULE being scripts.report or one of studies/, a page has the
-tables or the picture of that command. Of a report these are: losses as means over seeds; other
-measures, without --over, of at most six variants; with three seeds, the verdicts on pairs with the
-baseline, one family. A picture is the report's first.
+command's tables, its picture, or both. The tables of a report are: losses as means over seeds;
+other measures, without --over, of at most six variants; with three seeds, the verdicts on pairs
+with the baseline, one family. A picture is the report's first.
 """
 
 import re
@@ -28,14 +28,14 @@ from report.comparisons import MIN_SEEDS, find_pairs, judge_pairs
 from report.groups import Group
 from report.page import Report, read_report
 from report.pictures import plot_loss
-from studies import best, effects, growth, product
+from studies import balancing, best, effects, growth, product
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECORDS = Path(__file__).with_name("records")
 PAGES = ("results.md", "results-tables.md")
 COMMAND = re.compile(
     r"^(?P<line>`python -m (?P<module>scripts\.report|studies\.\w+) (?P<arguments>[^`]+)`\n)"
-    r"(?:\n!\[[^]]*\]\((?P<picture>.+)\)\n|(?:\n*\|.*\n)*)",
+    r"(?P<tables>(?:\n*\|.*\n)*)(?P<image>\n!\[[^]]*\]\((?P<picture>.+)\)\n)?",
     re.MULTILINE,
 )
 
@@ -68,17 +68,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 def fill_command(match: re.Match, folder: Path, draw: bool) -> str:
     """A command of a page with its tables, from the runs below `folder`.
 
-    A command with a picture stays as it is; `draw` writes the picture.
+    A command with a picture alone stays as it is; `draw` writes the picture.
     """
     module = match["module"]
-    if match["picture"] is None:
-        argv = expand_arguments(match["arguments"], folder)
-        text = "\n\n".join(table.to_markdown(gap="") for table in TABULATE[module](argv))
-        return f"{match['line']}\n{text.replace(' ± ', '±')}\n"
-    if draw:
-        argv = expand_arguments(match["arguments"], folder)
+    argv = expand_arguments(match["arguments"], folder)
+    if draw and match["picture"]:
         PLOT[module](argv).savefig(DOCS / match["picture"])
-    return match[0]
+    if match["picture"] and not match["tables"]:
+        return match[0]
+    text = "\n\n".join(table.to_markdown(gap="") for table in TABULATE[module](argv))
+    return f"{match['line']}\n{text.replace(' ± ', '±')}\n{match['image'] or ''}"
 
 
 def expand_arguments(arguments: str, folder: Path) -> list[str]:
@@ -154,12 +153,14 @@ def rename_first_column(table: Table, name: str) -> None:
 
 TABULATE: dict[str, Callable[[Sequence[str]], list[Table]]] = {
     "scripts.report": tabulate_report,
+    "studies.balancing": balancing.tabulate,
     "studies.best": best.tabulate,
     "studies.effects": effects.tabulate,
     "studies.growth": growth.tabulate,
 }
 PLOT: dict[str, Callable[[Sequence[str]], Figure]] = {
     "scripts.report": plot_report,
+    "studies.balancing": balancing.plot,
     "studies.product": product.plot,
 }
 

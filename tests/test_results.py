@@ -6,6 +6,7 @@ import shutil
 import tarfile
 import tomllib
 from collections import defaultdict
+from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +16,12 @@ import pytest
 from fake_runs import load_groups, loss_of, make_curves, make_run
 from scipy import stats
 
-from studies import best, effects, growth, results
+from studies import balancing, best, effects, growth, results
+
+MARGIN = 0.012  # nats per byte; the text may name it anywhere
+ROUTERS = (
+    r"softmax-renorm|softmax|kern|sigmoid|tanh|identity"  # and their variants, such as kern-hash
+)
 
 
 def read_losses(archive: Path) -> list[tuple[dict, float]]:
@@ -54,24 +60,87 @@ def test_pages_are_those_of_the_records() -> None:
     assert results.main(["--check"]) == 0
 
 
-def test_numbers_of_the_text_stand_in_tables() -> None:
-    """A loss or a difference that the text names, to its three or four digits; but for numbers of
-    other papers.
+def find_sections(page: str) -> dict[str, str]:
+    """{anchor of a heading: the heading with the text below it}, as GitHub makes anchors."""
+    sections = {}
+    for section in re.split(r"(?m)^(?=#+ )", page):
+        heading = section.split("\n")[0].strip("# ").lower()
+        sections[re.sub(r"[^\w -]", "", heading).replace(" ", "-")] = section
+    return sections
+
+
+def find_rows(text: str, routers: list[str]) -> list[str]:
+    """The rows of tables that name one of `routers`; without routers, all."""
+    rows = re.findall(r"(?m)^\|.*$", text)
+    return [row for row in rows if not routers or set(routers) & set(re.findall(ROUTERS, row))]
+
+
+def find_unsupported_numbers(page: str, tables_page: str, track_page: str) -> list[str]:
+    """Losses and differences of the text that are not in the tables that it points to.
+
+    These are the tables of its section and those that its paragraph links. The number must be in a
+    row with a router that the sentence names, or else the paragraph.
     """
-    text, tables = ((results.DOCS / name).read_text() for name in results.PAGES)
-    ours = re.sub(r"(?ms)^## Related work$.*?(?=^## |\Z)", "", text)
-    lines = [*ours.splitlines(), *tables.splitlines()]
-    in_tables = []
-    in_text = []
-    for line in lines:
-        if line.startswith("|"):
-            in_tables += re.findall(r"\d+\.\d{3,}", line)
-        elif not line.startswith("`python"):
-            in_text += re.findall(r"\d+\.\d{3,4}", line)
-    numbers = np.array(in_tables, dtype=float)
-    for number in in_text:
-        digits = len(number.split(".")[1])
-        assert abs(numbers - float(number)).min() <= 0.5001 * 10**-digits, number
+    linked_sections = find_sections(tables_page)
+    unsupported = []
+    for section in find_sections(page).values():
+        text = re.sub(r"(?m)^[|`!].*$", "", section)  # without tables, commands and pictures
+        for paragraph in re.split(r"\n\n|\n(?=- )", text):
+            tables = section
+            for anchor in re.findall(r"results-tables\.md#([\w-]+)", paragraph):
+                tables += linked_sections[anchor]
+            if "](../track/README.md)" in paragraph:
+                tables += track_page
+            words = re.sub(r"\]\([^)]*\)", "]", paragraph).replace("\n", " ").lower()
+            words = words.replace("logits", "identity")
+            for sentence in re.split(r"(?<=[.:;]) ", words):
+                routers = re.findall(ROUTERS, sentence) or re.findall(ROUTERS, words)
+                rows = " ".join(find_rows(tables, routers))
+                cells = np.array([np.inf, *re.findall(r"\d+\.\d{2,}", rows)], dtype=float)
+                for number in re.findall(r"\d+\.\d{3,4}", sentence):
+                    digits = len(number.split(".")[1])
+                    is_near = abs(cells - float(number)).min() <= 0.5001 * 10**-digits
+                    if not is_near and float(number) != MARGIN:
+                        unsupported.append(f"{number} in: {sentence}")
+    return unsupported
+
+
+def test_numbers_of_the_text_are_in_the_tables_that_it_names() -> None:
+    tables_page = (results.DOCS / "results-tables.md").read_text()
+    track_page = (results.DOCS / "../track/README.md").read_text()
+    page = (results.DOCS / "results.md").read_text()
+    front_page = find_sections((results.DOCS / "../README.md").read_text())
+    assert find_unsupported_numbers(page, tables_page, track_page) == []
+    text = front_page["which-router-is-best"]
+    assert find_unsupported_numbers(text, tables_page, track_page) == []
+    tables = "## One\n|**kern**|1.6044|\n|**tanh**|1.7123|\n## Two\n|**kern**|1.8055|\n"
+    for sentence, unsupported in (
+        ("Kern has 1.604, tanh 1.7123.", 0),
+        ("Kern has 1.6045.", 1),
+        ("Kern is lowest: tanh has 1.6044.", 1),
+        ("Kern has 1.8055.", 1),
+    ):
+        text = f"{sentence} [one](results-tables.md#one)"
+        assert len(find_unsupported_numbers(text, tables, "")) == unsupported, sentence
+
+
+def test_every_study_is_on_a_page() -> None:
+    """A run is in a table; an archive or config is named with what became of it."""
+    pages = "".join((results.DOCS / name).read_text() for name in results.PAGES)
+    patterns = []
+    for match in results.COMMAND.finditer(pages):
+        patterns += re.findall(r"runs/\S+", match["arguments"])
+    named = pages + (results.DOCS / "method.md").read_text()
+    for archive in results.RECORDS.glob("*.tar.xz"):
+        assert f"{archive.name.split('.')[0]}.toml" in named, archive
+        with tarfile.open(archive) as file:
+            folders = {
+                str(Path(member).parent) for member in file.getnames() if "config.toml" in member
+            }
+        for folder in folders:
+            assert any(fnmatch(folder, pattern) for pattern in patterns), folder
+    for config in (results.RECORDS / "../config").glob("*.toml"):
+        assert config.name in named, config
 
 
 def test_a_changed_table_is_found(
@@ -100,7 +169,7 @@ def test_the_growth_of_the_best_norm_is_found(tmp_path):
         runs.append(make_run(tmp_path / f"{top_k}-{x}-{seed}", *given, end=end))
     table = growth.tabulate_growth(load_groups(*runs, key="model.gate_norm"))
     assert table.columns[1:4] == ["top_k 2", "top_k 8", "top_k 32"]
-    ((_, *best_norms, slope),) = table.lines
+    ((_, *best_norms, slope, p_value),) = table.lines
     wanted = [2 ** (0.6 + 0.4 * log_top_k) for log_top_k in (1, 3, 5)]
     assert [float(x) for x in best_norms] == pytest.approx(wanted, rel=0.02)
     oracle = stats.ttest_1samp([0.4 + shift for shift in shifts], 0)
@@ -108,6 +177,7 @@ def test_the_growth_of_the_best_norm_is_found(tmp_path):
     assert [float(x) for x in re.findall(r"[-+][\d.]+", slope)] == pytest.approx(
         [0.4, low, high], abs=0.01
     )
+    assert float(p_value) == pytest.approx(oracle.pvalue, rel=0.1)
 
 
 def test_the_parts_of_a_formula_have_their_effects(tmp_path):
@@ -162,3 +232,59 @@ def test_the_best_value_is_judged_by_other_seeds(tmp_path):
             best.tabulate([*command, *seeds])
     with pytest.raises(ValueError, match="with --over"):
         best.tabulate([str(runs[0]), "--choose-on", "0"])
+
+
+def test_leads_by_balancing_equal_numpy(tmp_path):
+    """Table, contrast and picture of 3 whole seeds; a fourth lacks one run and does not count."""
+    sweep = tomllib.loads(balancing.CONFIG.read_text())["sweep"]
+    keys = ", ".join(["model.router", *balancing.BALANCE_KEYS])
+    random = np.random.default_rng(5)
+    folders = {}
+    for row, seed in product(range(16), (300, 301, 302, 303)):
+        given = [f"run.seed={seed}"]
+        for key, value in zip(keys.split(", "), sweep[keys][row], strict=True):
+            given.append(f"{key}={value}")
+        folder = tmp_path / f"{row}-{seed}"
+        folders[row, seed] = folder
+        if (row, seed) != (15, 303):
+            make_run(folder, *given, end=random.normal(1.6, 0.02), measured=("val/zero_gates",))
+    losses = np.zeros((4, 4, 3))  # balancing, router, seed
+    for row, seed in product(range(16), range(3)):
+        losses[row // 4, row % 4, seed] = loss_of(folders[row, 300 + seed])
+    cells, contrast = balancing.tabulate([str(tmp_path)])
+    assert [row[1] for row in cells.lines[::4]] == list(balancing.BALANCINGS)
+    for line, losses_of_seeds, kern in zip(
+        cells.lines, losses.reshape(16, 3), np.repeat(losses[:, 1], 4, axis=0), strict=True
+    ):
+        assert line[2] == "3" and line[5] == "5.0"
+        half_width = stats.t.ppf(0.975, 2) * losses_of_seeds.std(ddof=1) / 3**0.5
+        assert line[3] == f"{losses_of_seeds.mean():.4f} ± {half_width:.4f}"
+        assert float(line[6].rstrip("%")) == pytest.approx(100 * losses_of_seeds.mean() + 100, 1e-3)
+        if line[0] == "**kern**":
+            assert line[4] == ""
+            continue
+        difference = losses_of_seeds - kern
+        half_width = stats.t.ppf(0.975, 2) * difference.std(ddof=1) / 3**0.5
+        assert line[4] == f"{difference.mean():+.4f} ± {half_width:.4f}"
+    leads = losses[:2, 0] - losses[:2, 1]  # none and balance loss; softmax-renorm minus kern
+    low, high = stats.ttest_1samp(leads[0] - leads[1], 0).confidence_interval()
+    ((_, none, loss, interval, verdict),) = contrast.lines
+    shown = [float(number) for number in re.findall(r"[-+]\d\.\d+", interval)]
+    assert shown == pytest.approx([(leads[0] - leads[1]).mean(), low, high], abs=6e-5)
+    assert none.startswith(f"{leads[0].mean():+.4f}") and loss.startswith(f"{leads[1].mean():+.4f}")
+    assert contrast.columns[0] == "3 of 10 seeds" and verdict == "**not finished**"
+    study = balancing.read_study([str(tmp_path)])._replace(n_planned=3)
+    (line,) = balancing.tabulate_contrast(study).lines
+    judged = "undecided"
+    if low > 0 or high < 0:
+        judged = "higher" if low > 0 else "lower"
+    assert line[-1] == f"**{judged}**"
+    (axes,) = balancing.plot([str(tmp_path)]).axes
+    assert axes.get_title() == "3 of 10 seeds, not finished"
+    for router, line in enumerate(axes.containers):
+        assert line[0].get_ydata() == pytest.approx(losses[:, router].mean(axis=1))
+    shutil.rmtree(folders[0, 300])
+    shutil.rmtree(folders[1, 301])
+    shutil.rmtree(folders[2, 302])
+    with pytest.raises(ValueError, match="no seed of form_balance.toml has all its runs"):
+        balancing.tabulate([str(tmp_path)])
