@@ -7,7 +7,9 @@ that or a fault.
 import json
 import os
 import shutil
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -22,9 +24,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import train
-from attention import KVCache
+from attention import KVCache, rotate
+from balance import balance_loss, expert_loads, token_distribution
 from data.tokenizer import ByteTokenizer
 from eval.trained import Trained, load_model
 from hf.export import export
@@ -32,7 +36,7 @@ from hf.export.export import CODE, choose_form, export_run
 from hf.formats import FORMATS
 from hf.tokenizer_files import find_merges, write_tokenizer
 from model import GPT, count_parameters
-from router import ROUTERS
+from router import ROUTERS, hash_table
 from runtime import folder
 from runtime.metrics import read_metrics
 
@@ -208,7 +212,29 @@ def test_routers_stay_in_fp32(exported, dtype):
     assert theirs.generate(idx, max_new_tokens=2).shape == (1, 32)
     with torch.autocast("cpu", torch.bfloat16):
         # as in training
-        assert load(out).model.layers[0].mlp(torch.randn(1, 3, 32)).dtype == torch.bfloat16
+        y, router_logits = load(out).model.layers[0].mlp(torch.randn(1, 3, 32))
+        assert (y.dtype, router_logits.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("written", export.DTYPES)
+def test_hash_layers_compute_in_every_dtype(exported, written):
+    """By table alone, so that rounding cannot choose other experts."""
+    trained, out = exported("model.router=kern", "model.n_hash_layer=2", dtype=written)
+    own, idx = trained.model, random_ids(1, 30)
+    own.load_state_dict(export.round_weights(own.state_dict(), export.DTYPES[written], "nanokern"))
+    wanted = logits_of(own.double(), idx)
+    for dtype in ("auto", *export.DTYPES.values()):
+        theirs = load(out, dtype)
+        buffers = dict(theirs.named_buffers())
+        for layer, block in enumerate(own.blocks):
+            table = buffers.pop(f"model.layers.{layer}.mlp.router.hash_table")
+            assert table.dtype == torch.int64 and table.equal(block.mlp.router.hash_table)
+        assert {buffer.dtype for buffer in buffers.values()} == {torch.float32}
+        logits = theirs(idx).logits
+        used = export.DTYPES[written] if dtype == "auto" else dtype
+        assert logits.dtype == used
+        assert_near(logits, wanted, tolerance(used, 32, 16), f"{written} loaded as {dtype}")
 
 
 @pytest.mark.numerics
@@ -368,6 +394,280 @@ def test_differences_are_found(exported, tmp_path, capsys):
         )
         assert f"export {trained.folder} again, into a new folder" in printed.err
     assert correct.count("at most") == 2 and "tokenizer: the same" in correct
+
+
+# ---- uses that transformers and its clients make of a model
+MIXTURES = [(f"model.router={router}",) for router, spec in ROUTERS.items() if spec]
+MIXTURES.append(
+    ("model.router=tanh", "model.n_layer=4", "model.n_dense_layer=1", "model.n_hash_layer=1")
+)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("overrides", MIXTURES, ids=" ".join)
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_aux_loss_is_that_of_training(exported, overrides, reentrant):
+    """Value and gradients of the trainer's own balance loss, under any gradient checkpointing."""
+    trained, out = exported(*overrides, "train.balance_loss_coef=0.3")
+    own, theirs = trained.model.double().requires_grad_(True), load(out).double().train()
+    if reentrant is not None:
+        theirs.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    idx = random_ids(3, 32)
+    stats = own(idx, idx).stats
+    wanted = train.auxiliary_loss(trained.config.train, stats, n_hash_layer=own.config.n_hash_layer)
+    output = theirs(idx, labels=idx, output_router_logits=True)
+    assert theirs.config.router_aux_loss_coef == 0.3
+    assert 0.3 * output.aux_loss.item() == pytest.approx(wanted.item(), abs=1e-6)
+    plain = theirs(idx, labels=idx)
+    assert plain.router_logits is None and plain.aux_loss is None
+    assert (output.loss - plain.loss).item() == pytest.approx(wanted.item(), abs=1e-6)
+    wanted.backward()
+    (0.3 * output.aux_loss).backward()
+    zeros = {name: torch.zeros_like(p) for name, p in own.named_parameters()}
+    gradients = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+    wanted_gradients = FORMATS["nanokern"].from_own(zeros | gradients)
+    for name, p in theirs.named_parameters():
+        if p.grad is None:
+            assert not wanted_gradients[name].any(), name
+        elif wanted_gradients[name].any():
+            assert_near(p.grad, wanted_gradients[name], NEAR, name)
+    assert theirs.model.layers[-1].mlp.router.weight.grad.any()
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("router", [router for router, spec in ROUTERS.items() if spec])
+def test_aux_loss_does_not_count_padding(exported, router):
+    """Equal to balance.py's loss of the tokens alone, whose logits are the raw ones."""
+    trained, out = exported(f"model.router={router}")
+    theirs = load(out).double()
+    theirs.config.output_router_logits = True
+    idx = random_ids(3, 32)
+    mask = torch.arange(32) >= torch.tensor([0, 9, 20])[:, None]
+    logits = []
+    for block in trained.model.double().blocks:
+        block.mlp.router.register_forward_hook(lambda *args: logits.append(args[2].logits))
+    logits_of(trained.model, idx, (~mask).sum(1))
+    losses = []
+    for block, raw in zip(trained.model.blocks, logits, strict=True):
+        routing = block.mlp.router.choose(raw[mask.flatten()])
+        loads = expert_loads(routing.experts, 8)
+        losses.append(balance_loss(token_distribution(routing).mean(0), loads))
+    for padding in (TOKENIZER.eot, 5):
+        output = theirs(idx.where(mask, padding), attention_mask=mask.long())
+        assert output.aux_loss.item() == pytest.approx(sum(losses).item() / 2, abs=1e-6)
+    assert output.loss is None and len(output.router_logits) == 2
+    for theirs_raw, raw in zip(output.router_logits, logits, strict=True):
+        assert_near(theirs_raw[mask.flatten()], raw[mask.flatten()], NEAR)
+    generated = theirs.generate(idx[:, :9], attention_mask=mask[:, 23:].long(), max_new_tokens=3)
+    assert generated.shape == (3, 12)
+
+
+def test_aux_loss_is_that_of_transformers_for_softmax(exported):
+    """Of one layer and softmax, where both formulas are the same, but for the factor K."""
+    _, out = exported("model.router=softmax", "model.n_layer=1")
+    theirs = load(out)
+    theirs.config.output_router_logits = True
+    theirs.model.layers[0].mlp.router.selection_bias.zero_()  # softmax alone chooses there
+    mask = (torch.arange(32) >= torch.tensor([0, 9])[:, None]).long()
+    output = theirs(random_ids(2, 32), attention_mask=mask)
+    sizes = theirs.config.num_experts, theirs.config.num_experts_per_tok
+    wanted = load_balancing_loss_func(output.router_logits, *sizes, mask)
+    assert output.aux_loss.item() == pytest.approx(wanted.item() / 2, abs=1e-6)
+
+
+def test_number_of_experts_is_hidden_from_vllm(exported):
+    """vLLM looks for these names, TRL too, after it has set output_router_logits."""
+    _, out = exported("model.router=kern")
+    config = AutoConfig.from_pretrained(out, trust_remote_code=True)
+    assert not hasattr(config, "num_experts") and not hasattr(config, "num_local_experts")
+    config.output_router_logits = True
+    assert config.num_experts == config.num_local_experts == 8
+
+
+HEADS = [
+    ("model.n_kv_head=2", "model.qk_norm=head", "model.pos=rope"),
+    ("model.n_kv_head=1", "model.bias=true"),
+    ("model.n_hash_layer=1",),
+]
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("overrides", HEADS, ids=" ".join)
+def test_attention_implementations_agree(exported, overrides):
+    """Padded rows, in one pass and generated; attentions are a softmax written out."""
+    _, out = exported(*overrides)
+    idx = random_ids(3, 20)
+    mask = torch.arange(20) >= torch.tensor([0, 5, 8])[:, None]
+    first = {"attention_mask": mask[:, :12].long(), "max_new_tokens": 6, "do_sample": False}
+    sdpa = load(out, attn_implementation="sdpa").requires_grad_(False)
+    wanted = sdpa(idx, attention_mask=mask.long()).logits[mask]
+    tokens = sdpa.generate(idx[:, :12], **first)
+    for implementation in ("eager", "flex_attention"):  # the latter has no backward pass on CPUs
+        theirs = load(out, attn_implementation=implementation).requires_grad_(False)
+        # Inductor of torch 2.13 cannot compile flex attention for changing lengths on a CPU
+        with torch.compiler.set_stance("force_eager"):
+            logits = theirs(idx, attention_mask=mask.long()).logits[mask]
+            assert_near(logits, wanted, tolerance(torch.float32, 64, 64), implementation)
+            assert theirs.generate(idx[:, :12], **first).equal(tokens)
+
+    eager = load(out, attn_implementation="eager").requires_grad_(False)
+    inputs = []
+    for layer in eager.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    output = eager(idx, attention_mask=mask.long(), output_attentions=True)
+    assert len(output.attentions) == eager.config.num_hidden_layers
+    visible = torch.ones(20, 20).tril().bool() & mask[:, None, None]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    for layer, x, attentions in zip(eager.model.layers, inputs, output.attentions, strict=True):
+        attention = layer.self_attn
+        query = split_heads(attention.q_proj(x), attention.q_norm)
+        key = split_heads(attention.k_proj(x), attention.k_norm)
+        if eager.config.pos == "rope":
+            query = rotate(query, eager.config.rope_base, positions)
+            key = rotate(key, eager.config.rope_base, positions)
+        key = key.repeat_interleave(4 // key.shape[1], 1)
+        scores = (query @ key.mT / 8**0.5).masked_fill(~visible, -torch.inf)
+        by_row = attentions.transpose(1, 2)[mask]  # padding attends to anything
+        assert_near(by_row, scores.softmax(-1).transpose(1, 2)[mask], NEAR)
+
+
+def split_heads(x, norm):
+    """(B, T, heads · 8) -> (B, heads, T, 8), with a norm per head."""
+    heads = x.unflatten(-1, (-1, 8)).transpose(1, 2)
+    return heads if norm is None else norm(heads)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize(
+    "overrides", [("model.pos=rope",), UNTIED, ("model.n_hash_layer=1",)], ids=" ".join
+)
+def test_embeddings_are_given_and_resized(exported, tmp_path, overrides):
+    trained, out = exported("model.router=kern", *overrides)
+    theirs, idx = load(out), random_ids(2, 20)
+    size, hashed = theirs.config.vocab_size, "model.n_hash_layer=1" in overrides
+    logits = theirs(idx).logits
+    embeddings = theirs.get_input_embeddings()(idx)
+    ask = {"max_new_tokens": 4, "do_sample": False}
+    if hashed:
+        for call in (theirs, partial(theirs.generate, **ask)):
+            with pytest.raises(ValueError, match="give input_ids instead"):
+                call(inputs_embeds=embeddings)
+    else:
+        assert_near(theirs(inputs_embeds=embeddings).logits, logits, NEAR)
+        tokens = theirs.generate(inputs_embeds=embeddings, **ask)
+        assert tokens.equal(theirs.generate(idx, **ask)[:, 20:])
+
+    old = theirs.generation_config.suppress_tokens
+    assert old == (list(range(257, 320)) if overrides == UNTIED else None)
+    theirs.resize_token_embeddings(259, pad_to_multiple_of=64)  # two new tokens
+    padding = theirs.generation_config.suppress_tokens
+    assert padding == (list(range(259, 320)) if overrides == UNTIED else None)
+    assert theirs.config.vocab_size == theirs.lm_head.out_features == 320
+    assert_near(theirs(idx).logits[..., :size], logits, NEAR)
+    if hashed:  # the rule of a model that had this vocabulary from the start
+        table = theirs.model.layers[0].mlp.router.hash_table
+        assert table.equal(hash_table(320, 8, 2, seed=0))
+    new_ids = torch.tensor([[1, 257, 258]])
+    resized = theirs(new_ids).logits
+    theirs.save_pretrained(tmp_path / "resized")
+    assert load(tmp_path / "resized")(new_ids).logits.equal(resized)
+    theirs.resize_token_embeddings(258)
+    assert_near(theirs(idx).logits[..., :257], logits[..., :257], NEAR)
+    tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
+    assert tied == (overrides != UNTIED)
+
+
+def test_devices_and_saving_change_no_bit(exported, tmp_path):
+    """And a saved model has the code that it needs."""
+    _, out = exported(*MODERN, "model.n_hash_layer=1", dtype="bfloat16")
+    theirs, idx = load(out, "auto"), random_ids(2, 20)
+    logits = theirs(idx).logits
+    theirs.save_pretrained(tmp_path / "again")
+    weights = load_file(out / "model.safetensors")
+    saved = load_file(tmp_path / "again/model.safetensors")
+    assert saved.keys() == weights.keys()
+    for name, tensor in saved.items():
+        assert tensor.dtype == weights[name].dtype and tensor.equal(weights[name]), name
+    code = [name for name in CODE if name.endswith(".py")]
+    assert all((tmp_path / "again" / name).read_text() for name in code)
+    for folder_, settings in (
+        (tmp_path / "again", {}),
+        (out, {"device_map": "auto"}),
+        (out, {"device_map": "cpu"}),
+    ):
+        assert load(folder_, "auto", **settings)(idx).logits.equal(logits)
+
+
+ALONE = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+out, saved, text = sys.argv[1:]
+ids = AutoTokenizer.from_pretrained(out, trust_remote_code=False).encode(text, return_tensors="pt")
+print(ids.tolist())
+print(AutoTokenizer.from_pretrained(out).encode(text))
+assert not [name for name in sys.modules if "nanokern" in name]
+model = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
+print(model(ids).logits.double().sum().item())
+"""
+
+
+def test_tokenizer_needs_no_code_and_saved_models_no_other(exported, tmp_path):
+    """In a process of its own, where nobody answers transformers' question whether to run code.
+
+    It asks because config.json names code, unless trust_remote_code is given; the tokenizer does
+    not need the answer.
+    """
+    trained, out = exported("model.router=kern")
+    load(out).save_pretrained(tmp_path / "saved")
+    text = "naïve 日本語"
+    settings = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, out, tmp_path / "saved", text],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=settings,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    ids = TOKENIZER.encode(text)
+    first, *question, second, total = done.stdout.splitlines()
+    assert first == f"[{ids}]" and second.endswith(f" {ids}")
+    assert "custom code" in question[0] and "[y/N]" in second
+    wanted = logits_of(trained.model.double(), torch.tensor([ids])).sum()
+    assert float(total) == pytest.approx(wanted.item(), rel=1e-4, abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("model.router=kern",), (*MODERN, "model.router=softmax", "model.n_hash_layer=1")],
+    ids=" ".join,
+)
+def test_lora_on_experts(exported, tmp_path, overrides):
+    """PEFT trains each factor, and the merged, saved model has the logits of the adapted one."""
+    peft = pytest.importorskip("peft", reason="see scripts/clients.sh")
+    _, out = exported(*overrides)
+    up = "experts.gate_up_proj" if MODERN[0] in overrides else "experts.up_proj"
+    config = peft.LoraConfig(
+        r=2, target_modules=[], target_parameters=[up, "experts.down_proj", "router.weight"]
+    )
+    adapted = peft.get_peft_model(load(out), config)
+    factors = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(factors) == 2 * 3 * 2  # A and B of three matrices in two layers
+    optimizer = torch.optim.AdamW(factors.values(), lr=0.02)
+    idx, losses = random_ids(4, 32), []
+    for _ in range(4):
+        loss = adapted(idx, labels=idx, output_router_logits=True).loss
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(p.grad.any() for p in factors.values()) and losses[-1] < losses[0] - 0.1
+    logits = adapted.eval()(idx).logits
+    merged = adapted.merge_and_unload()
+    assert_near(merged(idx).logits, logits, tolerance(torch.float32, 64, 64))
+    merged.save_pretrained(tmp_path / "merged")
+    assert load(tmp_path / "merged")(idx).logits.equal(merged(idx).logits)
 
 
 # ---- tokenizers and the command

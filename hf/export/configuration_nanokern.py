@@ -9,9 +9,10 @@ from transformers import PretrainedConfig
 class NanoKernConfig(PretrainedConfig):
     """Sizes and variants of a nanoKERN model.
 
-    The number of experts is not called `num_experts`: under that name vLLM computes the experts
+    The number of experts is `n_expert`. As `num_experts` or `num_local_experts` it can be read only
+    if output_router_logits is true, for trainers: under these names vLLM would compute the experts
     itself, as gated SiLU experts with weights in its own layout. It has to run modeling_nanokern.py
-    instead.
+    instead, so serve a model with output_router_logits = false.
 
     Args:
         router: a name or formula, see `router.find_spec`. "dense" has one MLP of hidden
@@ -26,6 +27,10 @@ class NanoKernConfig(PretrainedConfig):
         gate_scale: constant factor on all gates.
         pos: "learned" or "rope".
         rope_base: base of the rotary angles.
+        output_router_logits: return router logits and the balance loss, see
+            `NanoKernForCausalLM.forward`.
+        router_aux_loss_coef: weight of the balance loss in the loss; in an export that of the run,
+            train.balance_loss_coef.
         bias: biases in LayerNorms, attention and dense MLP; experts have none.
     """
 
@@ -65,4 +70,16 @@ class NanoKernConfig(PretrainedConfig):
     dropout: float = 0.0
     initializer_range: float = 0.02
     use_cache: bool = True
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.0
     tie_word_embeddings: bool = True
+
+    @property
+    def num_experts(self) -> int:
+        if not self.output_router_logits:
+            raise AttributeError("num_experts: set output_router_logits = True, or read n_expert")
+        return self.n_expert
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts

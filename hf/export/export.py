@@ -140,6 +140,8 @@ def export_run(
         "dtype": dtype,
         "nanokern": {"run": trained.config.run.name, "weights": trained.label},
     }
+    if form == "nanokern" and find_spec(model.router) is not None:
+        config["router_aux_loss_coef"] = trained.config.train.balance_loss_coef
     generation: dict[str, Any] = dict(ends)
     if model.vocab_size > tokenizer.vocab_size:  # ids that only pad the vocabulary
         generation["suppress_tokens"] = list(range(tokenizer.vocab_size, model.vocab_size))

@@ -14,16 +14,16 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import make_norm, normalize_heads, rotate  # pyrefly: ignore[missing-import]  (in the same folder of an export)
 from .configuration_nanokern import NanoKernConfig
-from .router import Router, find_spec, hash_table  # pyrefly: ignore[missing-import]
+from .router import EPS, Router, find_spec, hash_table  # pyrefly: ignore[missing-import]
 from .torch_grouped import ACTIVATIONS, expert_mlp  # pyrefly: ignore[missing-import]
 
 
@@ -59,7 +59,8 @@ class NanoKernAttention(nn.Module):
         *,
         position_ids: Tensor,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, C) -> (B, T, C), and attention probabilities (B, nh, T, S) if eager."""
         query = self.q_proj(hidden_states)  # (B, T, C)
         key = self.k_proj(hidden_states)  # (B, T, nkv·hs)
         value = self.v_proj(hidden_states)
@@ -77,7 +78,7 @@ class NanoKernAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
         implementation = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get(implementation, eager_attention_forward)
-        y, _ = attend(
+        y, probabilities = attend(
             self,
             query,
             key,
@@ -89,7 +90,7 @@ class NanoKernAttention(nn.Module):
             **kwargs,
         )
         y = self.o_proj(y.reshape(*hidden_states.shape[:-1], -1))
-        return F.dropout(y, self.config.dropout, self.training)
+        return F.dropout(y, self.config.dropout, self.training), probabilities
 
 
 class NanoKernMLP(nn.Module):
@@ -102,7 +103,7 @@ class NanoKernMLP(nn.Module):
         self.down_proj = nn.Linear(hidden, config.hidden_size, bias=bias)
         self.act_fn = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         up = self.up_proj(hidden_states)
         if self.gate_proj is None:
             return self.down_proj(self.act_fn(up))
@@ -111,6 +112,8 @@ class NanoKernMLP(nn.Module):
 
 class NanoKernExperts(nn.Module):
     """E MLPs without bias, packed as in transformers, each matrix (in, out)."""
+
+    is_transposed = True  # PEFT reads it: the order is (in, out)
 
     def __init__(self, config: NanoKernConfig) -> None:
         super().__init__()
@@ -147,14 +150,19 @@ class NanoKernMoE(nn.Module):
         table = None
         if layer_idx < config.n_dense_layer + config.n_hash_layer:
             table = hash_table(config.vocab_size, E, K, seed=layer_idx)
+        self.layer_idx = layer_idx
+        self.chooses_by_id = table is not None
         self.router = Router(config.hidden_size, E, K, spec, config.gate_scale, table)
         self.experts = NanoKernExperts(config)
         shared = config.n_shared_expert * config.moe_intermediate_size
         self.shared_experts = NanoKernMLP(config, shared, bias=False) if shared else None
 
-    def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, input_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(B, T, C), (B, T) -> (B, T, C), and router logits (N, E)."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # (N, C)
-        if input_ids is None and self.router.hash_table is not None:
+        if input_ids is None and self.chooses_by_id:
             raise ValueError(
                 "inputs_embeds alone: hash layers choose experts by token id; "
                 "give input_ids instead"
@@ -163,7 +171,14 @@ class NanoKernMoE(nn.Module):
         y = self.experts(tokens, routing.experts, routing.weights)
         if self.shared_experts is not None:
             y = y + self.shared_experts(tokens)
-        return y.view_as(hidden_states)
+        return y.view_as(hidden_states), routing.logits
+
+    def resize_table(self, n_id: int) -> None:
+        """Give the table of a hash layer `n_id` rows: new ones are as in a new model."""
+        old = self.router.hash_table
+        table = hash_table(n_id, len(self.router.weight), self.router.top_k, self.layer_idx).to(old)
+        n_kept = min(n_id, len(old))
+        self.router.hash_table = torch.cat([old[:n_kept], table[n_kept:]])
 
 
 class NanoKernDecoderLayer(GradientCheckpointingLayer):
@@ -174,7 +189,8 @@ class NanoKernDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = NanoKernAttention(config, layer_idx)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
-        if find_spec(config.router) is None or layer_idx < config.n_dense_layer:
+        self.is_dense = find_spec(config.router) is None or layer_idx < config.n_dense_layer
+        if self.is_dense:
             self.mlp = NanoKernMLP(config, config.intermediate_size, config.bias)
         else:
             self.mlp = NanoKernMoE(config, layer_idx)
@@ -182,12 +198,21 @@ class NanoKernDecoderLayer(GradientCheckpointingLayer):
 
     def forward(
         self, hidden_states: Tensor, input_ids: Tensor | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """(B, T, C), (B, T) -> (B, T, C). NanoKernAttention gets the other arguments."""
-        x = hidden_states
-        x = x + self.self_attn(self.input_layernorm(x), *args, **kwargs)
-        y = self.mlp(self.post_attention_layernorm(x), input_ids)
-        return x + F.dropout(y, self.dropout, self.training)
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, C), (B, T) -> (B, T, C), and router logits (N, E) unless it is dense.
+
+        NanoKernAttention gets the other arguments. The logits are returned, not caught inside the
+        block, so that they have a gradient under any kind of gradient checkpointing.
+        """
+        y, _ = self.self_attn(self.input_layernorm(hidden_states), *args, **kwargs)
+        x = hidden_states + y
+        y = self.post_attention_layernorm(x)
+        router_logits = None
+        if self.is_dense:
+            y = self.mlp(y)
+        else:
+            y, router_logits = self.mlp(y, input_ids)
+        return x + F.dropout(y, self.dropout, self.training), router_logits
 
 
 class NanoKernPreTrainedModel(PreTrainedModel):
@@ -199,17 +224,49 @@ class NanoKernPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["NanoKernDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["router"]  # as in training, for any dtype of other weights
+    # As in training, for any dtype of other weights. Not "router", whose hash_table is int64.
+    _keep_in_fp32_modules_strict = [
+        "router.weight",
+        "router.bias",
+        "router.gamma",
+        "router.c",
+        "router.selection_bias",
+    ]
     _supports_sdpa = True
     _supports_flash_attn = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
-    _can_record_outputs = {"hidden_states": NanoKernDecoderLayer}
+    _can_record_outputs = {
+        "hidden_states": NanoKernDecoderLayer,
+        "router_logits": OutputRecorder(NanoKernDecoderLayer, index=1),
+        "attentions": OutputRecorder(NanoKernAttention, index=1),
+    }
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, NanoKernExperts):
             for weight in module.parameters():
                 nn.init.normal_(weight, std=self.config.initializer_range)
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """As in transformers. Hash layers choose experts for new ids, and these are generated."""
+        embeddings = super().resize_token_embeddings(
+            new_num_tokens, pad_to_multiple_of, mean_resizing
+        )
+        n_id = self.config.vocab_size
+        for module in self.modules():
+            if isinstance(module, NanoKernMoE) and module.chooses_by_id:
+                module.resize_table(n_id)
+        if new_num_tokens is not None and self.can_generate():
+            suppressed = self.generation_config.suppress_tokens or []
+            kept = [i for i in suppressed if new_num_tokens <= i < n_id]
+            self.generation_config.suppress_tokens = kept or None
+        return embeddings
 
 
 class NanoKernModel(NanoKernPreTrainedModel):
@@ -245,7 +302,7 @@ class NanoKernModel(NanoKernPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> MoeModelOutputWithPast:
         """Compute the last hidden states (B, T, C).
 
         Args:
@@ -255,7 +312,8 @@ class NanoKernModel(NanoKernPreTrainedModel):
             past_key_values: the cache.
             inputs_embeds: (B, T, C).
             use_cache: return a cache.
-            **kwargs: passed on to the attention, or read by transformers (output_hidden_states).
+            **kwargs: passed on to the attention, or read by transformers (output_hidden_states,
+                output_router_logits; output_attentions with eager attention).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -281,7 +339,7 @@ class NanoKernModel(NanoKernPreTrainedModel):
             x = x + self.embed_positions(position_ids)
         x = F.dropout(x, self.config.dropout, self.training)
         for layer in self.layers:
-            x = layer(
+            x, _ = layer(
                 x,
                 input_ids,
                 mask,
@@ -289,9 +347,34 @@ class NanoKernModel(NanoKernPreTrainedModel):
                 position_ids=position_ids,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(
+        return MoeModelOutputWithPast(
             last_hidden_state=self.norm(x), past_key_values=past_key_values if use_cache else None
         )
+
+
+def load_balancing_loss(router: Router, logits: Tensor, counted: Tensor) -> Tensor:
+    """Switch load-balancing loss of a layer, E · Σ_e f_e P_e: 1 when balanced, E at worst.
+
+    As in nanoKERN's training (train.balance_loss_scope = "global"): f_e is an expert's share of all
+    choices of the batch. P_e is the mean over its tokens of the routing scores, negative ones set
+    to 0, normalised to sum to 1 per token. (transformers' mixtures take a softmax of the logits
+    for P_e, their f_e sums to K, and layers share one f_e and P_e.)
+
+    Args:
+        router: of the layer; it chooses experts by scores.
+        logits: (N, E). They carry the gradient.
+        counted: (N,) 1 for tokens, 0 for padding.
+    """
+    with torch.autocast(logits.device.type, enabled=False):
+        routing = router.choose(logits)
+        scores = routing.scores.relu()  # (N, E)
+        distribution = scores / (scores.sum(-1, keepdim=True) + EPS)
+        counted = counted.to(logits)
+        probability = counted @ distribution / counted.sum()  # (E,)
+        choices = counted.repeat_interleave(router.top_k)
+        loads = torch.zeros_like(probability)
+        loads = loads.scatter_add(0, routing.experts.flatten(), choices)  # (E,)
+        return len(loads) * (loads / loads.sum() * probability).sum()
 
 
 class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
@@ -316,9 +399,10 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> MoeCausalLMOutputWithPast:
         """Compute logits, and the loss if there are labels.
 
         Args:
@@ -329,9 +413,14 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
             inputs_embeds: see there.
             labels: (B, T) int64, the input ids; they are shifted here. -100 is ignored.
             use_cache: see NanoKernModel.
+            output_router_logits: return also router_logits, (N, E) of each layer with experts, and
+                aux_loss, see `compute_aux_loss`; aux_loss times config.router_aux_loss_coef is then
+                added to the loss. Default: config.output_router_logits.
             logits_to_keep: number of last positions to compute logits at, 0 for all; or positions.
             **kwargs: passed on to the model and the loss.
         """
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -339,6 +428,7 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
             past_key_values,
             inputs_embeds,
             use_cache=use_cache,
+            output_router_logits=output_router_logits,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -346,4 +436,41 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
+        aux_loss = None
+        if output_router_logits:
+            hidden_states = outputs.last_hidden_state
+            aux_loss = self.compute_aux_loss(outputs.router_logits, hidden_states, attention_mask)
+            if loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+        )
+
+    def compute_aux_loss(
+        self,
+        router_logits: tuple[Tensor, ...],
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+    ) -> Tensor:
+        """Mean of `load_balancing_loss` over the layers that choose experts by scores, ().
+
+        Hash layers do not. Where all layers are hash layers or dense, it is 0.
+        """
+        x = hidden_states
+        counted = torch.ones_like(x[..., 0])  # (B, T)
+        if attention_mask is not None and attention_mask.dim() == 2:
+            counted = attention_mask[:, -x.shape[1] :]  # the mask has columns of the cache, too
+        mixtures = [layer.mlp for layer in self.model.layers if not layer.is_dense]
+        losses = []
+        for mixture, logits in zip(mixtures, router_logits, strict=True):
+            if not mixture.chooses_by_id:
+                router = getattr(mixture.router, "base_layer", mixture.router)  # in PEFT's wrapper
+                loss = load_balancing_loss(router, logits, counted.flatten())
+                losses.append(loss.to(x.device))
+        return torch.stack(losses).mean() if losses else x.new_zeros(())
