@@ -394,6 +394,41 @@ def test_differences_are_found(exported, tmp_path, capsys):
         )
         assert f"export {trained.folder} again, into a new folder" in printed.err
     assert correct.count("at most") == 2 and "tokenizer: the same" in correct
+    assert correct.count("in float32, as loaded by default") == 2
+
+
+def round_embeddings(code):
+    """To 8 bits, in half precision alone."""
+    line = "        x = F.dropout(x, self.config.dropout, self.training)\n        for layer"
+    assert line in code
+    rounding = "        if x.dtype != torch.float32 and x.dtype != torch.float64:\n"
+    rounding += "            x = x.to(torch.float8_e5m2).to(x.dtype)\n"
+    return code.replace(line, rounding + line)
+
+
+def round_tables(code):
+    """As 63e4928 did."""
+    return code.replace('        "router.weight",', '        "router",')
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (round_embeddings, "in bfloat16, as loaded by default, in one pass: median error of a"),
+        (round_tables, "cannot be loaded or run (RuntimeError: gather(): Expected dtype int"),
+    ],
+)
+def test_differences_in_half_precision_are_found(exported, tmp_path, capsys, harm, words):
+    trained, out = exported("model.router=kern", "model.n_hash_layer=1", dtype="bfloat16")
+    out = out.rename(tmp_path / harm.__name__)
+    file = out / "modeling_nanokern.py"
+    code = file.read_text()
+    assert harm(code) != code
+    file.write_text(harm(code))
+    assert export.check_export(trained, TOKENIZER, out) == 1
+    printed = capsys.readouterr()
+    assert words in printed.err and words not in printed.out
+    assert printed.out.count("at most") == 2  # in fp64 all is well
 
 
 # ---- uses that transformers and its clients make of a model
