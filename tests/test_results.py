@@ -107,10 +107,12 @@ def find_unsupported_numbers(page: str, tables_page: str, track_page: str) -> li
 
 def test_numbers_of_the_text_are_in_the_tables_that_it_names() -> None:
     tables_page = (results.DOCS / "results-tables.md").read_text()
-    track_page = (results.DOCS / "../track/README.md").read_text()
+    track_folder = results.DOCS.parent / "track"
+    track_page = "".join(page.read_text() for page in track_folder.rglob("README.md"))
     page = (results.DOCS / "results.md").read_text()
-    front_page = find_sections((results.DOCS / "../README.md").read_text())
+    front_page = find_sections((results.DOCS.parent / "README.md").read_text())
     assert find_unsupported_numbers(page, tables_page, track_page) == []
+    assert len(set(re.findall(r"\d+ of 10 seeds", page.replace("\n", " ")))) == 1  # text and table
     text = front_page["which-router-is-best"]
     assert find_unsupported_numbers(text, tables_page, track_page) == []
     tables = "## One\n|**kern**|1.6044|\n|**tanh**|1.7123|\n## Two\n|**kern**|1.8055|\n"
