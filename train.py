@@ -38,7 +38,7 @@ from runtime.checkpoint import Saver
 from runtime.folder import RunFolder, path_of
 from runtime.guard import Guard, Recomputed
 from runtime.parallel import set_gradient_sync
-from runtime.preflight import OpenTasks, Plan, ReadWeights, plan_run
+from runtime.preflight import OpenTasks, Plan, ReadWeights, check_plan, plan_run
 from runtime.reporter import Reporter, SilentReporter
 from runtime.signals import Stop
 from runtime.state import TrainState, build_state
@@ -252,6 +252,8 @@ def train(
         distributed.check_agreement(agreed, ranks)
         with distributed.share_errors(ranks):
             stack.enter_context(plan.run.claim(ranks))
+            if ranks.rank == 0:
+                check_plan(plan)
         state = stack.enter_context(build_state(plan, ranks))
         rate_change = describe_rate_change(plan, state.step)
         if rate_change:

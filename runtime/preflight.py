@@ -155,6 +155,27 @@ def plan_run(
     )
 
 
+def check_plan(plan: Plan) -> None:
+    """Check, in a claimed folder, that nobody has trained the run since it was planned.
+
+    Raises RunError if its config or its newest checkpoint is another.
+    """
+    now = RunFolder(plan.run.path)
+    changed = []
+    if now.last_step != plan.last_step:
+        changed.append(f"newest checkpoint: step {plan.last_step} -> {now.last_step}")
+    if now.recorded is None or plan.run.recorded is None:
+        if now.recorded != plan.run.recorded:
+            changed.append("a config.toml was written or removed")
+    else:
+        changed += configure.differences(plan.run.recorded, now.recorded)
+    if changed:
+        raise RunError(
+            f"{plan.run}: another process changed this run while this one was starting "
+            f"({'; '.join(changed)}). Start the same command again: it resumes the run as it is now"
+        )
+
+
 def check_settings(config: Config) -> None:
     """Raise RunError for a package that is not installed, or an unknown router.
 

@@ -472,6 +472,32 @@ def test_changed_data_set_is_refused_before_a_model_is_built(
     assert content(folder.path_of(tiny())) == before
 
 
+# ---- another process, between plan and claim
+@pytest.mark.parametrize("steps, lr, change", [(3, "3e-3", "step 2 -> 3"), (2, "1e-3", "optim.lr")])
+def test_a_run_that_changed_since_it_was_planned_is_left_alone(
+    tiny, monkeypatch, steps, lr, change
+):
+    """It would be trained from a checkpoint, or with settings, that are no longer its own."""
+    run(tiny("train.max_steps=2"))
+    plan_run, place = train.plan_run, folder.path_of(tiny())
+
+    def plan_slowly(*args):
+        plan = plan_run(*args)
+        monkeypatch.setattr(train, "plan_run", plan_run)
+        if lr == "1e-3":
+            shutil.rmtree(place)
+        train.train(tiny(f"train.max_steps={steps}", f"optim.lr={lr}"))
+        return plan
+
+    monkeypatch.setattr(train, "plan_run", plan_slowly)
+    with pytest.raises(RunError, match=f"another process changed .*{change}.*again") as caught:
+        train.train(tiny("train.max_steps=4"))
+    assert str(place) in str(caught.value)
+    assert checkpoint.steps(place / "checkpoints")[-1] == steps
+    assert configure.load(place / "config.toml").train.max_steps == steps
+    train.train(tiny(f"optim.lr={lr}"))
+
+
 # ---- micro-batches, changed
 @pytest.mark.numerics
 def test_changed_micro_batches_in_the_middle_of_a_log_interval_leave_its_means_right(tiny):
