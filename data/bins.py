@@ -3,6 +3,7 @@
 data/<name>/train-00000.bin train-00001.bin … val-00000.bin: little-endian uint16 ids, no header
 data/<name>/meta.json: describes them, see Meta
 data/<name>/gpt2.tiktoken or tokenizer.json: decodes them, unless the ids are bytes
+data/<name>/checked.json: of a set above 1 GiB, see checked.py
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import resource
 import shlex
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,12 +25,13 @@ from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
 from common.files import short_path
 from data import DataError
+from data.checked import describe_shards, read_record
 from data.sources import BARE_TOKENS, SOURCES
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
 SHARD_TOKENS = 100_000_000  # 200 MB
-HASHED_BYTES = 2**30  # sets up to 1 GiB are read completely at each check
+HASHED_BYTES = 2**30  # sets up to 1 GiB are read completely at each check; not measured
 CHUNK_BYTES = 2**22  # bytes per read of a shard
 RELEASE_BYTES = 2**28  # mapped memory that the reader of a split may hold
 FAULT_BYTES = 2**16  # Linux maps about this much around a byte that is read
@@ -236,15 +239,17 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def check_dataset(folder: Path, vocab_size: int) -> Meta:
+def check_dataset(folder: Path, vocab_size: int, reads_large: bool = True) -> Meta:
     """Check that training may use a set.
 
-    The lengths of all shards are checked. Up to 1 GiB in all, so are every id and sha256; above,
-    `Tokens.read` checks the ids as training reads them.
+    The lengths of all shards are checked. Up to 1 GiB in all, so are every id and sha256. Of a
+    larger set, shards that have changed since the last complete check (checked.json) are read
+    completely, of the others a sample; `Tokens.read` checks the ids as training reads them.
 
     Args:
         folder: of the set.
         vocab_size: the model's; the tokenizer's may be smaller.
+        reads_large: False checks only the lengths of a set above 1 GiB: another process checks it.
 
     Raises:
         DataError: names the file, the expected and the actual value, and the command that repairs
@@ -260,19 +265,61 @@ def check_dataset(folder: Path, vocab_size: int) -> Meta:
             f"set with another --tokenizer"
         )
     check_lengths(folder, meta)
-    shards = _list_shards(meta)
-    if sum(2 * shard.tokens for shard in shards) > HASHED_BYTES:
-        return meta
-    for shard in shards:
+    shards = list_shards(meta)
+    if is_large(shards):
+        shards = find_unchecked(folder, meta) if reads_large else []
+
+    def scan(shard: Shard) -> str | None:
         _, faults = scan_shard(folder / shard.name, shard.sha256, meta.tokenizer)
-        if faults:
-            raise DataError(f"{folder / shard.name}: {faults[0]}. {_name_remedy(meta)}")
+        return f"{folder / shard.name}: {faults[0]}" if faults else None
+
+    with ThreadPoolExecutor() as pool:  # hashing and numpy release the interpreter lock
+        for fault in pool.map(scan, shards):
+            if fault:
+                raise DataError(f"{fault}. {_name_remedy(meta)}")
     return meta
+
+
+def is_large(shards: Sequence[Shard]) -> bool:
+    """True if a set of these shards is too large to be read completely at each start."""
+    return sum(2 * shard.tokens for shard in shards) > HASHED_BYTES
+
+
+def find_unchecked(folder: Path, meta: Meta) -> list[Shard]:
+    """The shards of a large set that have changed since its last complete check.
+
+    Prints a line if there are any.
+
+    Raises DataError if the sample of another one differs, though the time of its last change is the
+    same.
+    """
+    shards = list_shards(meta)
+    record = read_record(folder)
+    hashes = {shard.name: shard.sha256 for shard in shards}
+    unchecked = []
+    for shard, now in zip(shards, describe_shards(folder, hashes).values(), strict=True):
+        then = record.get(shard.name)
+        if then is None or then[:2] != now[:2]:
+            unchecked.append(shard)
+        elif then != now:
+            raise DataError(
+                f"{folder / shard.name}: its content has changed since it was checked, though the "
+                f"time of its last change is the same. {_name_remedy(meta)}"
+            )
+    if unchecked:
+        size = sum(2 * shard.tokens for shard in unchecked) / 1e9
+        print(
+            f"{folder}: {len(unchecked)} of {len(shards)} files are new or changed since their "
+            f"last complete check: reading {size:.3g} GB. python -m data.verify {folder} does so "
+            "once and notes it",
+            flush=True,
+        )
+    return unchecked
 
 
 def check_lengths(folder: Path, meta: Meta) -> None:
     """Raise DataError if a shard is missing or its length differs from `meta`."""
-    for shard in _list_shards(meta):
+    for shard in list_shards(meta):
         path = folder / shard.name
         if not path.is_file():
             raise DataError(
@@ -284,7 +331,8 @@ def check_lengths(folder: Path, meta: Meta) -> None:
             raise DataError(f"{path}: expected {expected}, found {size}. {_name_remedy(meta)}")
 
 
-def _list_shards(meta: Meta) -> list[Shard]:
+def list_shards(meta: Meta) -> list[Shard]:
+    """The shards of both splits."""
     return meta.splits["train"].files + meta.splits["val"].files
 
 

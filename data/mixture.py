@@ -54,7 +54,7 @@ class JoinedTokens:
         return self.parts[part].read(start - part_start, count)
 
 
-def check_sets(folders: Sequence[Path], vocab_size: int) -> list[Meta]:
+def check_sets(folders: Sequence[Path], vocab_size: int, reads_large: bool = True) -> list[Meta]:
     """Check every set with `check_dataset`, and that all sets have the same tokenizer.
 
     Raises DataError if one of these checks fails.
@@ -68,7 +68,7 @@ def check_sets(folders: Sequence[Path], vocab_size: int) -> list[Meta]:
                 f"{first['name']!r}, and a mixture has one. Leave one of the sets out, or prepare "
                 f"it again with the other's --tokenizer"
             )
-    return [check_dataset(folder, vocab_size) for folder in folders]
+    return [check_dataset(folder, vocab_size, reads_large) for folder in folders]
 
 
 def check_documents(folders: Sequence[Path], metas: Sequence[Meta]) -> None:

@@ -1,8 +1,8 @@
 """Read the raw documents of a file in order: parquet, JSON lines, plain text, tar archives.
 
 Files are local or on the Hugging Face hub, plain or compressed. Nothing is extracted or copied to
-disk, and memory does not grow with the file. The workers decode and parse the documents, see
-encode.py.
+disk. Memory grows with the longest document, up to DOCUMENT_BYTES, and not with the file. The
+workers decode and parse the documents, see encode.py.
 """
 
 import bz2
@@ -24,6 +24,10 @@ TEXT = (".txt", ".md")  # files and members of archives that are one document ea
 JSON = (".jsonl", ".json")  # files with a document in each line
 PLAIN = (*TEXT, *JSON, ".tar")
 COMPRESSED = tuple(kind + end for end in (".gz", ".zst", ".bz2") for kind in PLAIN)
+# Of a line, of a member of an archive, and of a compressed text file: a few MB of gzip may hold
+# many GB. A plain text file may be longer, since its size is in sight.
+DOCUMENT_BYTES = 2**30
+READ_BYTES = 2**20  # bytes per read of a stream; not measured
 KINDS = (*PLAIN, *COMPRESSED, ".tgz", ".parquet")  # ends of all file names that can be read
 
 
@@ -96,7 +100,11 @@ def _read_stream(file: Input) -> Iterator[Raw]:
         elif name.endswith(".tar") or end == ".tgz":
             yield from _read_members(file, raw, stream)
         else:
-            yield from _split_text(file, file.url, stream.read(), file.size)
+            if stream is raw:
+                data = stream.read()
+            else:
+                data = _read_bounded(stream, file.url)
+            yield from _split_text(file, file.url, data, file.size)
 
 
 def _open(url: str, sequential: bool = True) -> IO[bytes]:
@@ -105,7 +113,9 @@ def _open(url: str, sequential: bool = True) -> IO[bytes]:
     from datasets.utils.file_utils import xopen  # opens as `datasets` does, with retries
 
     if sequential:
-        return xopen(url, "rb", block_size=0)  # one request for the whole file
+        stream = xopen(url, "rb", block_size=0)  # one request for the whole file
+        # its own readline has no limit
+        return io.BufferedReader(stream, READ_BYTES)  # pyrefly: ignore[bad-specialization]
     return xopen(url, "rb")
 
 
@@ -113,18 +123,41 @@ def _decompress(raw: IO[bytes], compression: str) -> IO[bytes]:
     """Decompress frames in sequence. Raises OSError or EOFError if the last one is cut short."""
     # Not pyarrow for gzip and bz2: it reports zeros after the end, which tapes pad with, as damage.
     if compression == "gzip":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 2**20)  # pyrefly: ignore[bad-argument-type]
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), READ_BYTES)  # pyrefly: ignore[bad-argument-type]
     if compression == "bz2":
         return bz2.BZ2File(raw)  # pyrefly: ignore[bad-return]
     import pyarrow
 
     return io.BufferedReader(
-        pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), compression), 2**20
+        pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), compression), READ_BYTES
+    )
+
+
+def _read_bounded(stream: IO[bytes], where: str) -> bytes:
+    """All bytes of a stream. Raises DataError if they are more than DOCUMENT_BYTES."""
+    parts = []
+    size = 0
+    while part := stream.read(READ_BYTES):
+        parts.append(part)
+        size += len(part)
+        if size > DOCUMENT_BYTES:
+            raise too_long(where)
+    return b"".join(parts)
+
+
+def too_long(where: str) -> DataError:
+    """The error of a document that would not fit the memory."""
+    return DataError(
+        f"{where}: more than {DOCUMENT_BYTES:,} bytes, too many for one document. Split it into "
+        "documents, one to a line of .jsonl, or leave the file out"
     )
 
 
 def _read_lines(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Raw]:
-    for number, line in enumerate(stream, start=1):
+    lines = iter(lambda: stream.readline(DOCUMENT_BYTES + 1), b"")
+    for number, line in enumerate(lines, start=1):
+        if len(line) > DOCUMENT_BYTES:
+            raise too_long(f"{file.url}: line {number}")
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
         if line.strip():
@@ -168,6 +201,8 @@ def _read_members(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Ra
             if member.islnk() or member.issym() or path.is_absolute() or ".." in path.parts:
                 yield Raw(where, b"", False, raw.tell(), file, is_link=True)
             elif member.isreg():
+                if member.size > DOCUMENT_BYTES:
+                    raise too_long(where)
                 content = archive.extractfile(member)
                 assert content is not None  # a regular file has content
                 yield from _split_text(file, where, content.read(), raw.tell())

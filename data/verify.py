@@ -3,7 +3,8 @@
     python -m data.verify NAME ...
 
 Checks lengths and sha256 of all shards, that every id is in the vocabulary, and that there are as
-many end-of-text tokens as documents. Prints the set's numbers and the start of both splits.
+many end-of-text tokens as documents. Prints the set's numbers and the start of both splits. In a
+set above 1 GiB, checked.json notes that it was checked.
 """
 
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from common.command import build_parser, command, run_command
 from common.progress import progress_bar
 from data import DataError, bins
+from data.checked import CHECKED_FILE, Record, describe_shards, write_record
 from data.round_trip import Loss
 
 SAMPLE_TOKENS = 60
@@ -43,7 +45,10 @@ def verify_dataset(folder: Path) -> str:
     """
     meta = bins.read_meta(folder)
     bins.check_lengths(folder, meta)
-    total = sum(split.tokens for split in meta.splits.values())
+    shards = bins.list_shards(meta)
+    total = sum(shard.tokens for shard in shards)
+    # before they are read: a change meanwhile is then one after the check
+    record = describe_shards(folder, {shard.name: shard.sha256 for shard in shards})
     faults: list[str] = []
 
     def scan(shard: bins.Shard) -> tuple[int, list[str]]:
@@ -68,6 +73,8 @@ def verify_dataset(folder: Path) -> str:
     tokenizer = bins.open_tokenizer(folder)
     description = bins.describe_set(meta, folder)
     lines = [f"{description}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]
+    if bins.is_large(shards):
+        lines += note_check(folder, record)
     for loss in meta.source.get("losses", []):
         lines.append(f"    warning: {Loss(**loss).describe()}")
     for name in meta.splits:
@@ -75,6 +82,18 @@ def verify_dataset(folder: Path) -> str:
         text = tokenizer.decode(tokens.read(0, min(SAMPLE_TOKENS, len(tokens))).tolist())
         lines.append(f"    {name} starts: {text!r}")
     return "\n".join(lines)
+
+
+def note_check(folder: Path, record: Record) -> list[str]:
+    """Write the record of a complete check; a warning if that fails."""
+    try:
+        write_record(folder, record)
+    except OSError as error:
+        return [
+            f"    warning: {folder / CHECKED_FILE} cannot be written ({error.strerror}): each start "
+            "will read all files that have no note there"
+        ]
+    return []
 
 
 if __name__ == "__main__":

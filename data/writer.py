@@ -17,7 +17,18 @@ from pydantic.dataclasses import dataclass
 
 from common.files import sync_folder, write_atomic
 from data import DataError
-from data.bins import CLOSED, SHARD_TOKENS, Count, Meta, Shard, Split, partial_folder
+from data.bins import (
+    CLOSED,
+    SHARD_TOKENS,
+    Count,
+    Meta,
+    Shard,
+    Split,
+    is_large,
+    list_shards,
+    partial_folder,
+)
+from data.checked import CHECKED_FILE, describe_shards, write_record
 from data.encode import Encoded
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 
@@ -25,7 +36,7 @@ PROGRESS_FILE = "progress.json"  # its folder is data/<name>.partial/, next to t
 LOCK_FILE = "lock"
 SHARD_NAME = re.compile(r"(train|val)-\d{5,}\.bin")
 TEMPORARY_END = re.compile(r"\.\d+\.tmp$")  # end of a name that `write_atomic` uses
-OTHER_NAMES = {PROGRESS_FILE, LOCK_FILE, "meta.json", RANKS_FILE, TOKENIZER_FILE}
+OTHER_NAMES = {PROGRESS_FILE, LOCK_FILE, "meta.json", CHECKED_FILE, RANKS_FILE, TOKENIZER_FILE}
 
 
 class Writer(AbstractContextManager["Writer"]):
@@ -103,6 +114,10 @@ class Writer(AbstractContextManager["Writer"]):
         meta = Meta(name, identity(self.tokenizer), "uint16", splits, source, prepare)
         for file, content in self.tokenizer.files.items():
             write_atomic(self.partial / file, content, durable=True)
+        shards = list_shards(meta)
+        if is_large(shards):
+            hashes = {shard.name: shard.sha256 for shard in shards}
+            write_record(self.partial, describe_shards(self.partial, hashes))
         write_atomic(self.partial / "meta.json", json.dumps(asdict(meta), indent=1), durable=True)
         self._finished = True
         refuse_foreign_files(self.folder)  # a second time: preparing can last hours

@@ -211,7 +211,9 @@ def keep_recorded_settings(run: RunFolder, config: Config) -> Config:
 def open_data(config: Config) -> Data:
     """Check and open the data sets. Raises DataError if they do not fit the model or each other."""
     folders = config.data.folders
-    metas = check_sets(folders, config.model.vocab_size)
+    # one rank per node reads what is large
+    is_first = distributed.local_rank() == 0
+    metas = check_sets(folders, config.model.vocab_size, reads_large=is_first)
     document_token = None
     if config.data.document_mask:
         check_documents(folders, metas)

@@ -259,6 +259,69 @@ def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(tmp_path, monkey
             windows(tokens, np.array([0]), length)
 
 
+# sets that are too large to be read at each start
+def flip_byte(path: Path, position: int, keeps_time: bool) -> None:
+    times = path.stat()
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+    if keeps_time:
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_a_changed_large_set_is_refused(tmp_path, monkeypatch, capsys):
+    """By its time, or where that is the same by a sample; an unchanged one is not read again."""
+    monkeypatch.setattr(bins, "HASHED_BYTES", 1000)
+    ids = np.random.default_rng(0).integers(0, 256, 200_000).astype(np.uint16)
+
+    def copy(name: str) -> Path:
+        return shutil.copytree(folder, tmp_path / name)  # times, too
+
+    ids[-1] = 256
+    folder = write_ids(tmp_path / "set", ids, ids[-100:], 100_000)
+    scanned = []
+    scan = bins.scan_shard
+    monkeypatch.setattr(
+        bins, "scan_shard", lambda path, *args: scanned.append(path.name) or scan(path, *args)
+    )
+    check_dataset(folder, 257)
+    assert scanned == [] and capsys.readouterr().out == ""
+
+    changed = copy("changed")
+    flip_byte(changed / "train-00001.bin", 77_776, keeps_time=False)
+    with pytest.raises(DataError, match="changed/train-00001.bin: expected sha256 .*Prepare it"):
+        check_dataset(changed, 257)
+    assert scanned == ["train-00001.bin"]
+    assert "changed: 1 of 3 files are new or changed" in capsys.readouterr().out
+    check_dataset(changed, 257, reads_large=False)  # another rank of the node reads it
+
+    for position in (0, 199_998):
+        rotten = copy(f"rotten-{position}")
+        flip_byte(rotten / "train-00000.bin", position, keeps_time=True)
+        with pytest.raises(DataError, match="train-00000.bin: its content has changed since"):
+            check_dataset(rotten, 257)
+    unseen = copy("unseen")  # by a sample, and by nothing except data.verify
+    flip_byte(unseen / "train-00000.bin", 7000, keeps_time=True)
+    check_dataset(unseen, 257)
+    with pytest.raises(DataError, match="train-00000.bin: expected sha256"):
+        verify_dataset(unseen)
+
+    for damage in (b"", b"[1]", None):  # a record that is damaged, or of another set, is none
+        moved = copy(f"moved-{damage}")
+        record = moved / "checked.json"
+        record.unlink() if damage is None else record.write_bytes(damage)
+        scanned.clear()
+        check_dataset(moved, 257)
+        assert len(scanned) == 3
+        verify_dataset(moved)
+        scanned.clear()
+        check_dataset(moved, 257)
+        assert scanned == []
+    edit_meta(moved, lambda meta: meta["splits"]["val"]["files"][0].update(sha256="0" * 64))
+    with pytest.raises(DataError, match="val-00000.bin: expected sha256 0000"):
+        check_dataset(moved, 257)
+
+
 # fingerprints, which checkpoints store
 def test_fingerprint_identifies_tokens_and_tokenizer(tmp_path):
     def prepared(folder: str, train=b"to beor not", val=b"that is", name="set") -> dict[str, str]:

@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import corpora
@@ -303,6 +304,33 @@ def test_marks_are_not_sought_in_rows_or_in_prose(run, tmp_path):
     prose = b"HTML has <s> and <sep>,\n<p>\n<div>\n</div>"
     corpora.write_tree(tmp_path / "in", {"a.jsonl": rows + ROWS, "b.txt": prose})
     assert "found" not in run("text", "--source", tmp_path / "in", "--val-fraction", 0.3)
+
+
+BOMB = b"a" * 2**25
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where"),
+    [
+        ("in.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text": "' + BOMB), "line 2"),
+        ("in.jsonl.bz2", bz2.compress(BOMB), "line 1"),
+        ("in.jsonl.zst", corpora.zstd(BOMB), "line 1"),
+        ("in.txt.gz", gzip.compress(BOMB), "in.txt.gz"),
+        ("in.tar.gz", gzip.compress(corpora.tar({"b.txt": BOMB})), "b.txt"),
+    ],
+)
+def test_memory_does_not_grow_with_a_line_without_end(tmp_path, monkeypatch, name, content, where):
+    monkeypatch.setattr("data.readers.DOCUMENT_BYTES", 2**20)
+    corpora.write_tree(tmp_path, {name: content})
+    (file,) = local_inputs([tmp_path / name])
+    tracemalloc.start()
+    with pytest.raises(DataError, match=f"{where}: more than 1,048,576 bytes.*Split it"):
+        list(read_documents(file, "text"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**24
+    monkeypatch.setattr("data.readers.DOCUMENT_BYTES", 2**28)  # as many as it has are read
+    assert sum(len(raw.data) for raw in read_documents(file, "text")) >= len(BOMB)
 
 
 def parquet_bytes(texts) -> bytes:
