@@ -90,8 +90,8 @@ def note_check(folder: Path, record: Record) -> list[str]:
         write_record(folder, record)
     except OSError as error:
         return [
-            f"    warning: {folder / CHECKED_FILE} cannot be written ({error.strerror}): each start "
-            "will read all files that have no note there"
+            f"    warning: {folder / CHECKED_FILE} cannot be written ({error.strerror}): each "
+            "start will read all files that have no note there"
         ]
     return []
 
