@@ -234,7 +234,8 @@ class Router(nn.Module):
         self.register_buffer("c", torch.tensor([gate_scale * c], dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(n_expert))
         if table is not None:
-            table = table.to(self.weight.device, copy=True)
+            # where buffers are created: vLLM creates parameters on the meta device, but no buffer
+            table = table.to(self.selection_bias.device, copy=True)
         self.register_buffer("hash_table", table)
 
     def forward(self, x: Tensor, n_sequence: int = 1, ids: Tensor | None = None) -> Routing:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import init_empty_weights
 from numerics import assert_near, seeded, tolerance
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -391,6 +392,18 @@ def test_hash_table(n_id, n_expert, top_k):
     )
     if n_id == 1000:
         assert len({tuple(sorted(row)) for row in table.tolist()}) > 700
+
+
+def test_a_hash_table_is_created_where_buffers_are():
+    """vLLM creates parameters on the meta device, buffers not. A device context holds for both."""
+    table = router_module.hash_table(6, E, K, seed=0)
+    with init_empty_weights(include_buffers=False):
+        router = Router(C, E, K, find_spec("softmax"), table=table)
+    assert router.weight.is_meta and not router.c.is_meta
+    assert torch.equal(router.hash_table, table)
+    with torch.device("meta"):
+        router = Router(C, E, K, find_spec("softmax"), table=table)
+    assert router.hash_table.is_meta
 
 
 @pytest.mark.numerics
