@@ -537,6 +537,9 @@ def test_attention_implementations_agree(exported, overrides):
     sdpa = load(out, attn_implementation="sdpa").requires_grad_(False)
     wanted = sdpa(idx, attention_mask=mask.long()).logits[mask]
     tokens = sdpa.generate(idx[:, :12], **first)
+    assert sdpa.generate(idx[:, :12], **first, cache_implementation="static").equal(tokens)
+    beams = [sdpa.generate(idx[:, :12], **first, num_beams=3, use_cache=on) for on in (True, False)]
+    assert beams[0].equal(beams[1])
     for implementation in ("eager", "flex_attention"):  # the latter has no backward pass on CPUs
         theirs = load(out, attn_implementation=implementation).requires_grad_(False)
         # Inductor of torch 2.13 cannot compile flex attention for changing lengths on a CPU
@@ -774,6 +777,8 @@ def test_export_and_check(run, tmp_path, call):
     total, active = count_parameters(load_model(run).config.model)
     assert f"of {total:,} parameters, {active:,} of them active" in card
     assert ROW in card and "{" not in card
+    assert 'AutoTokenizer.from_pretrained("PATH", trust_remote_code=False)' in card
+    assert '`target_parameters=["experts.up_proj", "experts.down_proj"]`' in card
     config = AutoConfig.from_pretrained(out, trust_remote_code=True)
     assert config.eos_token_id == config.bos_token_id == config.pad_token_id == 256
     assert "exists already; name a new folder" in call(export.main, run, out, code=2)

@@ -39,6 +39,13 @@ from runtime import RunError
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REPO_ROOT = Path(__file__).parents[2]
 CARD = Path(__file__).with_name("card.md")  # template of README.md, as the hub reads it
+USES = """
+Fine-tuning works as with transformers' own mixtures of experts. With
+`model.config.output_router_logits = True` the model returns router_logits and aux_loss, the balance
+loss of training, which is added to the loss with the weight config.router_aux_loss_coef. Set it to
+False again before vLLM serves the model. PEFT's LoRA adapts experts by
+`target_parameters=["experts.{up}", "experts.down_proj"]`.
+"""
 CODE = {  # file in an export of form "nanokern": its source in this repository
     "configuration_nanokern.py": "hf/export/configuration_nanokern.py",
     "modeling_nanokern.py": "hf/export/modeling_nanokern.py",
@@ -196,10 +203,13 @@ def format_card(trained: Trained, form: str, dtype: str) -> str:
     model = trained.config.model
     total, active = count_parameters(model)
     tags = ["nanokern", model.router]
-    trust = flags = ""
+    trust = no_trust = flags = uses = ""
     if form == "nanokern":
         trust = ", trust_remote_code=True"
+        no_trust = ", trust_remote_code=False"
         flags = " --trust-remote-code --model-impl transformers"
+        if find_spec(model.router) is not None:
+            uses = USES.format(up="gate_up_proj" if model.gated else "up_proj")
     else:
         tags.append(form)
     settings = model.model_dump()
@@ -220,6 +230,8 @@ def format_card(trained: Trained, form: str, dtype: str) -> str:
         active=active,
         weights=weights,
         trust=trust,
+        no_trust=no_trust,
+        uses=uses,
         block_size=model.block_size,
         flags=flags,
         model=markdown_table(["setting", "value"], rows),
