@@ -9,11 +9,12 @@ Table = tuple[list[str], list[list[str]]]  # head and rows
 def text_table(head: Cells, rows: Sequence[Cells], left: int = 1) -> str:
     """A table as aligned text with a rule under the head; Markdown's ** is removed.
 
-    The first `left` columns are aligned to the left, the others to the right.
+    The first `left` columns are aligned to the left, the others to the right. Control characters
+    in cells are escaped.
     """
     columns = []
     for column in zip(head, *rows, strict=True):
-        cells = [cell.replace("**", "") for cell in column]
+        cells = [escape_controls(cell.replace("**", "")) for cell in column]
         width = max(len(cell) for cell in cells)
         if len(columns) < left:
             cells = [cell.ljust(width) for cell in cells]
@@ -23,6 +24,19 @@ def text_table(head: Cells, rows: Sequence[Cells], left: int = 1) -> str:
     lines = ["  ".join(cells) for cells in zip(*columns, strict=True)]
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def escape_controls(text: str) -> str:
+    """Escape characters that do not print, such as newlines, with backslashes.
+
+    So names and logs cannot move a terminal's cursor, and bytes that are not UTF-8 can be printed.
+    """
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def first_line(error: BaseException) -> str:

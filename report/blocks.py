@@ -90,8 +90,10 @@ def write_page(title: str, blocks: Sequence[Block], folder: Path) -> None:
     markdown = "\n\n".join(format_markdown(block) for block in page)
     body = "\n".join(format_html(block, folder) for block in page)
     template = Template(TEMPLATE.read_text())
-    write_atomic(folder / "report.md", markdown + "\n")
-    write_atomic(folder / "report.html", template.substitute(title=html.escape(title), body=body))
+    page_html = template.substitute(title=html.escape(title), body=body)
+    # a name of a folder may have bytes that are not UTF-8
+    write_atomic(folder / "report.md", f"{markdown}\n".encode(errors="backslashreplace"))
+    write_atomic(folder / "report.html", page_html.encode(errors="backslashreplace"))
 
 
 def format_markdown(block: Block) -> str:

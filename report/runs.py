@@ -4,6 +4,7 @@ Imports no torch.
 """
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -127,6 +128,7 @@ def read_run(folder: Path) -> Run:
     check_is_run(folder)
     run = Run(folder, configure.load(folder / "config.toml"))
     for line in read_metrics(folder / "metrics.jsonl", VALIDATION_ARRAYS):
+        check_lists(folder, line)
         if "val/window_weights" in line:  # a mixture: the mean of weighted losses is val/loss
             line["val/window_losses"] = np.multiply(
                 line["val/window_losses"], line["val/window_weights"]
@@ -138,6 +140,17 @@ def read_run(folder: Path) -> Run:
         elif "val/loss" in line and run.diverged is None:
             run.diverged = line["step"]
     return run
+
+
+def check_lists(folder: Path, line: dict[str, Any]) -> None:
+    """Raise RunError if a line of metrics has a list in place of a number."""
+    for name, value in line.items():
+        is_list = name in ARRAYS or name.endswith("_of_layers")
+        if isinstance(value, list) and not is_list:
+            raise RunError(
+                f"{folder}/metrics.jsonl, step {line['step']}: {name} is a list, expected a "
+                "number; remove that line"
+            )
 
 
 def read_evaluated_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
@@ -154,7 +167,7 @@ def read_evaluated_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
     for folder in list_candidates(places):
         try:
             run = read_run(folder)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             faults.append(" ".join(str(error).split()))
             continue
         if run.evaluations:
@@ -186,10 +199,22 @@ def list_candidates(places: Iterable[Path]) -> list[Path]:
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:
-    """The folders with a config.toml at `places` and below, in the order of their names."""
+    """The folders with a config.toml at `places` and below, in the order of their names.
+
+    A folder that cannot be listed is one of them, because it may be a run; `read_run` then raises
+    an error. Links to folders are followed at `places` alone.
+    """
     folders: set[Path] = set()
+
+    def add_unlisted(error: OSError) -> None:
+        is_gone = not os.path.lexists(error.filename)
+        if not is_gone and not isinstance(error, NotADirectoryError):
+            folders.add(Path(error.filename))
+
     for place in places:
-        folders.update(file.parent for file in place.rglob("config.toml"))
+        for folder, below, files in os.walk(place, onerror=add_unlisted):
+            if "config.toml" in files + below:
+                folders.add(Path(folder))
     return sorted(folders)
 
 

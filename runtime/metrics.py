@@ -11,6 +11,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ ARRAYS = (
 )
 # {prefix of arrays: a name in the lines that they belong to}
 LINES = {"val": "val/loss", "router": "train/loss"}
+
+FLOAT_BITS = sys.float_info.max_exp  # an integer with as many bits may be too large for a float
 
 Line = dict[str, Any]  # `step`, `tokens`, and numbers or lists of numbers by name
 
@@ -237,20 +240,13 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[Line]:
         Dicts of numbers and lists of numbers, `step` (int) and `tokens` in each.
 
     Raises:
-        RunError: any other line is of another kind, or a file of arrays is damaged; it is named.
+        RunError: any other line is of another kind, such as one with a number beyond floats, or a
+            file of arrays is damaged; it is named.
     """
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         return []
-    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
-    records = []
-    for number, line in enumerate(lines, 1):
-        record = _parse_line(line)
-        if record is not None:
-            records.append(record)
-        elif number < len(lines):
-            problem = "is not a JSON object of numbers with step and tokens; remove that line"
-            raise RunError(f"{path}, line {number} {problem}")
+    records = _read_lines(path)
     for prefix in {prefix_of(name) for name in arrays}:
         rows: dict[int, dict[str, np.ndarray]] = {}  # {step: {name: array}}
         for file in list_arrays(path, prefix):
@@ -262,11 +258,29 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[Line]:
     return records
 
 
+def _read_lines(path: Path) -> list[Line]:
+    """The lines of a file; see `read_metrics`."""
+    if not path.is_file():  # opening a FIFO would wait for a process that writes to it
+        raise RunError(f"{path} is not a regular file; remove it")
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        record = _parse_line(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines) or line.endswith(b"}"):  # a whole object, but a wrong one
+            problem = "is not a JSON object of numbers with step and tokens; remove that line"
+            raise RunError(f"{path}, line {number} {problem}")
+    return records
+
+
 def _parse_line(line: bytes) -> Line | None:
     """The object of a line; None if it is not one of metrics.jsonl."""
     try:
         record = json.loads(line.decode())
         if not isinstance(record, dict) or type(record.get("step")) is not int:
+            return None
+        if not 0 <= record["step"] < 2**63:  # numpy's integers
             return None
         return record if "tokens" in record and _are_numbers(record.values()) else None
     except (ValueError, RecursionError):
@@ -290,6 +304,8 @@ def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndar
     """
     rows = {}
     try:
+        if not file.is_file():  # opening a FIFO would wait for a process that writes to it
+            raise OSError("not a regular file")
         with np.load(file) as data:
             columns = {name: data[name] for name in names if name in data}
             for index, step in enumerate(data["step"]):
@@ -318,11 +334,14 @@ def imbalance_and_dead(loads: "Tensor") -> "tuple[Tensor, Tensor]":
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:
-    """True for numbers and lists of numbers, nested."""
+    """True for numbers that floats can hold and lists of them, nested."""
     for value in values:
         if isinstance(value, list):
             if not _are_numbers(value):
                 return False
-        elif not isinstance(value, int | float):
+        elif isinstance(value, int):
+            if value.bit_length() >= FLOAT_BITS:
+                return False
+        elif not isinstance(value, float):
             return False
     return True

@@ -10,8 +10,10 @@ From another computer: ssh -L 6060:127.0.0.1:6060 HOST, then open the page there
 """
 
 import math
+import os
 import platform
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -21,12 +23,12 @@ from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.command import build_parser, command, require_packages, run_command
 from common.files import is_locked
-from common.text import first_line
-from report.blocks import Paragraph, Table
+from common.text import escape_controls
+from report.blocks import Block, Bullets, Paragraph, Table
 from report.runs import Run, find_runs, read_run
 from runtime.metrics import list_arrays
 
@@ -37,6 +39,9 @@ VALUES = {  # column: (name in metrics.jsonl, format)
     "MFU": ("perf/mfu", ".1%"),
 }
 COLUMNS = ("run", "state", "step", *VALUES, "left", "trouble")
+LOCK_CHARACTERS = 300  # of a lock that are read: a number and the name of a computer
+MAX_THREADS = 24  # of the page's server; not measured
+IDLE_SECONDS = 10  # until a silent connection to the page ends; not measured
 SILENT = 300  # seconds without a line of metrics that are trouble of a running run; not measured
 
 
@@ -58,17 +63,16 @@ def describe_status(run: Run, now: float | None = None) -> dict[str, str]:
     lock = run.folder / "lock"
     trains = is_training(lock)
     last_written = last_modified(run.folder / "metrics.jsonl", lock)
-    quiet = now - last_written
     if trains:
         state = "running"
-        if quiet > SILENT:
-            trouble = trouble or f"no metrics for {format_duration(quiet)}"
+        if now - last_written > SILENT:
+            # a time, not a duration: the page is built again if a row changed
+            trouble = trouble or f"no metrics since {format_time(last_written)}"
     elif step >= run.max_steps and run.ended:
         state = "finished"
     elif trains is None:
         state = "unknown"
-        last_time = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_written))
-        known = f"its lock on {read_host(lock)} is not visible here; last written {last_time}"
+        known = describe_unknown_lock(lock, last_written)
         trouble = f"{trouble}; {known}" if trouble else known
     elif trouble and not trouble.startswith("warning"):
         state = "failed"
@@ -94,6 +98,19 @@ def estimate_time_left(run: Run, step: int) -> str:
     tokens_per_step = run.config.train.batch_size * run.config.model.block_size
     tokens_left = (run.max_steps - step) * tokens_per_step
     return format_duration(tokens_left / median(speeds))
+
+
+def describe_unknown_lock(lock: Path, last_written: float) -> str:
+    """The reason why `is_training` is None."""
+    if lock.exists() and not lock.is_file():
+        return "its lock is not a regular file; remove it"
+    host = read_host(lock)
+    return f"its lock on {host} is not visible here; last written {format_time(last_written)}"
+
+
+def format_time(seconds: float) -> str:
+    """A time in seconds since 1970, such as 2026-11-26 09:30:00."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def format_duration(seconds: float) -> str:
@@ -135,6 +152,8 @@ def find_trouble(run: Run, last: dict[str, float]) -> str:
     log = run.folder / "train.log"  # which scripts.sweep writes
     if not log.exists():
         return ""
+    if not log.is_file():  # opening a FIFO would wait for a process that writes to it
+        return f"warning: {log.name} is not a regular file"
     messages = re.findall(r"^(?:error|warning): .*", log.read_text(errors="replace"), re.M)
     return messages[-1] if messages else ""
 
@@ -145,6 +164,8 @@ def is_training(lock: Path) -> bool | None:
     The lock decides, not the number of the process: the kernel gives that to another process, and
     containers have numbers of their own.
     """
+    if lock.exists() and not lock.is_file():
+        return None
     locked = is_locked(lock)
     if locked is False and read_host(lock) != platform.node():
         return None  # it trains on another computer, or did
@@ -154,7 +175,8 @@ def is_training(lock: Path) -> bool | None:
 def read_host(lock: Path) -> str:
     """The name of the computer that wrote the lock file; this one's if there is none."""
     try:
-        owner = re.fullmatch(r"process \d+ on (.*)\n?", lock.read_text(errors="replace"))
+        with lock.open(errors="replace") as file:
+            owner = re.fullmatch(r"process \d+ on (.*)\n?", file.read(LOCK_CHARACTERS))
     except OSError:
         return platform.node()
     return owner[1] if owner else platform.node()
@@ -171,39 +193,66 @@ def read_cached(folder: Path, modified: float) -> Run:
     return read_run(folder)
 
 
-def read_runs(places: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs at these places as they are now, and a line for each folder that cannot be read."""
-    runs = []
-    errors = []
+class Snapshot(NamedTuple):
+    """The runs as they are now, their rows of COLUMNS, and a line for each folder left out."""
+
+    runs: list[Run]
+    rows: list[dict[str, str]]
+    left_out: list[str]
+
+
+def read_snapshot(places: Sequence[Path]) -> Snapshot:
+    """Read the runs at these places and below. A folder that cannot be read is left out."""
+    snapshot = Snapshot([], [], [])
     for folder in find_runs(places):
         metrics = folder / "metrics.jsonl"
         try:
             modified = last_modified(folder / "config.toml", metrics, *list_arrays(metrics))
-            runs.append(read_cached(folder, modified))
-        except (OSError, ValueError) as error:
-            errors.append(f"left out: {folder}: {first_line(error)}")
-    return runs, errors
+            run = read_cached(folder, modified)
+            row = describe_status(run)
+        except Exception as error:  # whatever is wrong in one folder, the others are shown
+            reason = " ".join(str(error).split()) or type(error).__name__
+            snapshot.left_out.append(escape_controls(f"left out: {folder}: {reason}"))
+            continue
+        snapshot.runs.append(run)
+        snapshot.rows.append({column: escape_controls(text) for column, text in row.items()})
+    return snapshot
 
 
 def format_table(places: Sequence[Path]) -> str:
     """The table of all runs, and the folders that cannot be read."""
-    runs, errors = read_runs(places)
+    snapshot = read_snapshot(places)
     text = f"no runs in {', '.join(map(str, places))} yet"
-    if runs:
-        rows = [describe_status(run) for run in runs]
-        text = build_table(rows).to_text(left=2)
-    return "\n".join([text, *errors])
+    if snapshot.rows:
+        text = build_table(snapshot.rows).to_text(left=2)
+    return "\n".join([text, *snapshot.left_out])
 
 
-def build_page(runs: Sequence[Run], rows: Sequence[dict[str, str]]) -> bytes:
+def build_page(snapshot: Snapshot) -> bytes:
     """The runs' table, and below it the report of evaluated runs, as one HTML file.
 
     The page reloads itself.
     """
+    before: list[Block] = [Paragraph("No runs yet.")]
+    if snapshot.rows:
+        before = [build_table(snapshot.rows)]
+    if snapshot.left_out:
+        before.append(Bullets(snapshot.left_out))
+    evaluated = [run for run in snapshot.runs if run.evaluations]
+    try:
+        html = build_report(evaluated, before)
+    except Exception as error:  # whatever is wrong in one run, the table is shown
+        reason = str(error) or type(error).__name__
+        html = build_report([], [*before, Bullets([f"no report: {reason}"])])
+    every_10_seconds = '<meta http-equiv="refresh" content="10">'
+    return html.replace("<head>", f"<head>\n{every_10_seconds}", 1).encode()
+
+
+def build_report(evaluated: Sequence[Run], before: Sequence[Block]) -> str:
+    """The report of evaluated runs as HTML, with `before` above it."""
     from report.groups import group_runs
     from report.page import Report, write_report  # imports torch and matplotlib
 
-    evaluated = [run for run in runs if run.evaluations]
     report = Report([], [])
     if evaluated:
         try:
@@ -211,15 +260,34 @@ def build_page(runs: Sequence[Run], rows: Sequence[dict[str, str]]) -> bytes:
             report = Report(groups, notes)
         except ValueError as error:  # such as runs of several texts: their table is shown
             report = Report([], [f"not compared: {error}"])
-    table = build_table(rows) if rows else Paragraph("No runs yet.")
     with tempfile.TemporaryDirectory() as folder:
-        write_report(report, Path(folder), before=[table])
-        html = Path(folder, "report.html").read_text()
-    every_10_seconds = '<meta http-equiv="refresh" content="10">'
-    return html.replace("<head>", f"<head>\n{every_10_seconds}", 1).encode()
+        write_report(report, Path(folder), before=before)
+        return Path(folder, "report.html").read_text()
 
 
-def make_server(port: int, read: Callable[[], list[Run]]) -> ThreadingHTTPServer:
+class PageServer(ThreadingHTTPServer):
+    """A server whose threads are few, and which prints nothing if a browser closes early."""
+
+    def __init__(self, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", port), handler)
+        self.free_threads = threading.BoundedSemaphore(MAX_THREADS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.free_threads.acquire()  # others wait: idle connections end after IDLE_SECONDS
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.free_threads.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def make_server(port: int, read: Callable[[], Snapshot]) -> PageServer:
     """A server on 127.0.0.1 that answers / with the page of the runs that `read` returns.
 
     Port 0 means any free one. The page is built again if a row of its table changed.
@@ -227,13 +295,15 @@ def make_server(port: int, read: Callable[[], list[Run]]) -> ThreadingHTTPServer
     Raises:
         OSError: the port is in use.
     """
-    rows: list[dict[str, str]] = []
+    shown: tuple[list[dict[str, str]], list[str]] | None = None
     page = b""
     lock = threading.Lock()  # the server has a thread per request
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_SECONDS
+
         def do_GET(self) -> None:
-            nonlocal rows, page
+            nonlocal shown, page
             host = self.headers.get("Host", "").rsplit(":", 1)[0]
             # a foreign page whose name was made to point to this machine
             if host not in ("127.0.0.1", "localhost"):
@@ -241,11 +311,11 @@ def make_server(port: int, read: Callable[[], list[Run]]) -> ThreadingHTTPServer
             if self.path != "/":
                 return self.send_error(404)
             with lock:
-                runs = read()
-                newest = [describe_status(run) for run in runs]
-                if newest != rows or not page:
-                    rows = newest
-                    page = build_page(runs, rows)
+                snapshot = read()
+                newest = (snapshot.rows, snapshot.left_out)
+                if newest != shown:
+                    page = build_page(snapshot)
+                    shown = newest
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(page)))
@@ -255,7 +325,7 @@ def make_server(port: int, read: Callable[[], list[Run]]) -> ThreadingHTTPServer
         def log_message(self, format: str, *args: Any) -> None:
             """Log no requests."""
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    return PageServer(port, Handler)
 
 
 @command
@@ -274,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="a page, at 6060 by default",
     )
     args = parser.parse_args(argv)
-    missing = [str(place) for place in args.runs if not place.exists()]
+    missing = [str(place) for place in args.runs if not os.path.lexists(place)]
     if missing:
         raise ValueError(
             f"{', '.join(missing)}: no such folder; "
@@ -286,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     require_packages("matplotlib", "scipy")
     try:
-        server = make_server(args.serve, lambda: read_runs(places)[0])
+        server = make_server(args.serve, lambda: read_snapshot(places))
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"port {args.serve}: {error}; name another, such as --serve 6061"

@@ -2,17 +2,23 @@
 
 import errno
 import fcntl
+import html
+import io
 import json
+import math
 import os
 import platform
 import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 
 import fake_runs
 import matplotlib
@@ -20,11 +26,12 @@ import pytest
 from runs import ALONE, REPO_ROOT
 
 from common.files import is_locked
+from common.text import escape_controls
 from report.runs import read_run
 from runtime import RunError
 from runtime.folder import RunFolder
 from scripts import watch
-from scripts.watch import build_page, describe_status, make_server
+from scripts.watch import Snapshot, build_page, describe_status, make_server, read_snapshot
 
 TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}
 END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
@@ -105,9 +112,9 @@ def test_state(make_run, owner, lines, held, host, quiet, state):
         os.utime(folder / "lock", (0, 3e9))
         os.utime(folder / "metrics.jsonl", (0, 4e9))
         status = status_of(folder, 4e9 + quiet)
-    trouble = "no metrics for 0:05:01" if held and quiet > 300 else ""
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(4e9))
+    trouble = f"no metrics since {written}" if held and quiet > 300 else ""
     if state == "unknown":
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(4e9))
         trouble = f"its lock on elsewhere is not visible here; last written {written}"
     assert (status["state"], status["trouble"]) == (state, trouble)
 
@@ -209,7 +216,7 @@ def test_the_table(make_run, tmp_path, call, monkeypatch):
     )
     assert a.split() == ["runs/a", "stopped", "50", "of", "100", "50%", "2.5000", "3.0000", "80"]
     assert left_out.startswith("left out: runs/c: ")
-    with make_server(0, list) as server:
+    with make_server(0, lambda: read_snapshot([])) as server:
         port = str(server.server_port)
         assert f"port {port}: " in call(watch.main, f"--serve={port}", code=2)
 
@@ -222,6 +229,25 @@ def test_watching_imports_no_torch(make_run, tmp_path):
 
 
 # ---- the live page
+@contextmanager
+def serve(read):
+    """Serve the page of what `read` returns; yields a function that gets it, and the port."""
+    with make_server(0, read) as server:
+
+        def get(path="/", host="localhost"):
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{server.server_port}{path}", headers={"Host": host}
+            )
+            with urllib.request.urlopen(request) as reply:
+                return reply.read().decode()
+
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield get, server.server_port
+        finally:
+            server.shutdown()
+
+
 def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
     """Unfinished runs beside finished ones.
 
@@ -231,46 +257,194 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
     for router, until in (("kern", 1.0), ("tanh", 0.5)):
         fake_runs.make_run(tmp_path / f"runs/{router}", f"model.router={router}", until=until)
 
-    def get(path="/", host="localhost"):
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{server.server_port}{path}", headers={"Host": host}
+    with serve(lambda: read_snapshot([tmp_path / "runs"])) as (get, _):
+        page = get()
+        assert "refresh" in page and page.count("data:image/png") == 2
+        assert re.search(r"<td>\S+/runs/tanh</td><td>stopped</td><td>500 of 1,000", page)
+        assert (
+            "<b>tanh</b>" in page
+            and "compared at step 500" in page
+            and "undecided (1 seed)" in page
         )
-        with urllib.request.urlopen(request) as reply:
-            return reply.read().decode()
+        writes = []
+        monkeypatch.setattr(watch, "build_page", lambda *of: writes.append(1) or build_page(*of))
+        assert get() == page
+        later = time.time() + 400
+        with locked(tmp_path / "runs/tanh"):
+            monkeypatch.setattr(time, "time", lambda: later)
+            silent = get()
+            assert "no metrics since" in silent and writes == [1]
+            later += 100
+            assert get() == silent and writes == [1]
+        append(tmp_path / "runs/tanh", (600, {"train/loss": 1.2345}))
+        assert "1.2345" in get() and writes == [1, 1]
+        for path, host, code in (("/runs", "localhost", 404), ("/", "evil.example", 403)):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                get(path, host)
+            assert error.value.code == code
 
-    with make_server(0, lambda: watch.read_runs([tmp_path / "runs"])[0]) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            page = get()
-            assert "refresh" in page and page.count("data:image/png") == 2
-            assert re.search(r"<td>\S+/runs/tanh</td><td>stopped</td><td>500 of 1,000", page)
-            assert (
-                "<b>tanh</b>" in page
-                and "compared at step 500" in page
-                and "undecided (1 seed)" in page
-            )
-            writes = []
-            monkeypatch.setattr(
-                watch, "build_page", lambda *of: writes.append(1) or build_page(*of)
-            )
-            assert get() == page
-            append(tmp_path / "runs/tanh", (600, {"train/loss": 1.2345}))
-            assert "1.2345" in get() and writes == [1]
-            for path, host, code in (("/runs", "localhost", 404), ("/", "evil.example", 403)):
-                with pytest.raises(urllib.error.HTTPError) as error:
-                    get(path, host)
-                assert error.value.code == code
-        finally:
-            server.shutdown()
+
+def test_idle_connections_end_and_threads_are_few(monkeypatch):
+    monkeypatch.setattr(watch, "MAX_THREADS", 3)
+    monkeypatch.setattr(watch, "IDLE_SECONDS", 0.5)
+    before = threading.active_count()
+    snapshot = Snapshot([], [], ["left out: runs/b: no reason"])
+    with serve(lambda: snapshot) as (get, port), ExitStack() as stack:
+        idle = []
+        for _ in range(9):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+            idle.append(stack.enter_context(connection))
+        answer = []
+        request = threading.Thread(target=lambda: answer.append(get()))
+        request.start()
+        deadline = time.monotonic() + 30
+        while request.is_alive() and time.monotonic() < deadline:
+            assert threading.active_count() <= before + 1 + 1 + 3  # server, request, its threads
+            time.sleep(0.01)
+        assert "left out: runs/b: no reason" in answer[0]
+        for connection in idle:
+            assert connection.recv(1) == b""  # the server has closed it
+
+
+# ---- damaged folders
+def replace_by_fifo(file):
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+def write_metrics(text):
+    return lambda run: (run / "metrics.jsonl").write_text(text)
+
+
+def write_value(name, value):
+    line = {"step": 10, "tokens": 400, "val/loss": 2.0} | {name: value}
+    return write_metrics(json.dumps(line) + "\n")
+
+
+def write_file(name, content):
+    return lambda run: (run / name).write_bytes(content)
+
+
+def make_lock_folder(run):
+    (run / "lock").unlink(missing_ok=True)
+    (run / "lock").mkdir()
+
+
+def add_array_fifo(run):
+    (run / "arrays").mkdir(exist_ok=True)
+    os.mkfifo(run / "arrays/val_00000010.npz")
+
+
+NO_NUMBERS = "line 1 is not a JSON object of numbers"
+# name of a folder: what is done to it, what its line says. "\\x1b" is an escape that is shown.
+DAMAGES = {
+    "huge-loss": (write_value("val/loss", 10**400), NO_NUMBERS),
+    "huge-step": (write_value("step", 10**400), NO_NUMBERS),
+    "huge-tokens": (write_value("tokens", -(10**400)), NO_NUMBERS),
+    "many-digits": (write_metrics('{"step": 1, "tokens": %s}\n' % ("9" * 5000)), NO_NUMBERS),
+    "negative-step": (write_value("step", -1), NO_NUMBERS),
+    "list-loss": (write_value("val/loss", [2.0]), "val/loss is a list"),
+    "list-gamma": (write_value("router/gamma", [2.0]), "router/gamma is a list"),
+    "weights": (write_value("val/window_weights", [1.0, 2.0]), "val/window_losses"),
+    "deep": (write_metrics("[" * 10**5 + "\n{}\n"), NO_NUMBERS),
+    "slow": (write_value("perf/tokens_per_sec", 1e-300), "10 of 100"),
+    "infinite": (write_value("perf/tokens_per_sec", math.inf), "10 of 100"),
+    "not-text": (write_file("metrics.jsonl", b"\xff\x00\n{}\n"), NO_NUMBERS),
+    "metrics-fifo": (lambda run: replace_by_fifo(run / "metrics.jsonl"), "not a regular file"),
+    "array-fifo": (add_array_fifo, "val_00000010.npz is damaged"),
+    "lock-fifo": (lambda run: replace_by_fifo(run / "lock"), "its lock is not a regular file"),
+    "lock-folder": (make_lock_folder, "its lock is not a regular file"),
+    "lock-binary": (write_file("lock", bytes(range(256)) * 99), "stopped"),
+    "lock-number": (write_file("lock", b"process %s on x\n" % (b"9" * 9999)), "stopped"),
+    "lock-escape": (write_file("lock", b"process 1 on \x1b[2Jhost\n"), r"its lock on \x1b[2Jhost"),
+    "log-fifo": (lambda run: replace_by_fifo(run / "train.log"), "train.log is not a regular"),
+    "log-escape": (write_file("train.log", b"error: \x1b]0;x\x07\x9b\n"), r"error: \x1b]0;x\x07"),
+    "crash\x1b[1A": (write_file("crash-step_1\r.json", b""), r"crash dump crash-step_1\r.json"),
+    "new\nline": (write_file("config.toml", b"[model"), "is not TOML"),
+    os.fsdecode(b"byte\xff"): (write_metrics(""), r"byte\udcff"),
+    "config-fifo": (lambda run: replace_by_fifo(run / "config.toml"), "no config.toml"),
+    "config-binary": (write_file("config.toml", b"\xff\xfe"), "is not TOML"),
+    "config-deep": (write_file("config.toml", b"a = " + b"[" * 10**5), "is not TOML"),
+    "closed": (write_metrics(""), "Permission denied"),
+    "closed-config": (write_metrics(""), "Permission denied"),
+}
+
+
+def take_rights(monkeypatch, folder, file):
+    """Let the system refuse to list `folder`, what is in it, and to open `file`.
+
+    Root, who may run this test, has the right to all.
+    """
+
+    def refuse_some(call):
+        def guarded(path, *args, **options):
+            name = str(path)
+            is_refused = name.endswith((folder, file)) and call is not stat
+            if is_refused or f"{folder}/" in name:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return call(path, *args, **options)
+
+        return guarded
+
+    stat = os.stat
+    for module, name in ((os, "scandir"), (os, "stat"), (io, "open")):
+        monkeypatch.setattr(module, name, refuse_some(getattr(module, name)))
+
+
+@pytest.fixture
+def damaged_runs(make_run, tmp_path, monkeypatch):
+    """Folders with every damage, beside runs/good; a read that waits fails."""
+    monkeypatch.chdir(tmp_path)
+    make_run("good", END)
+    (tmp_path / "runs/loop").symlink_to("loop")
+    for name, (damage, _) in DAMAGES.items():
+        damage(make_run(name, LOG))
+    alarm = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("a read waits for a writer"))
+    signal.alarm(60)
+    take_rights(monkeypatch, "runs/closed", "runs/closed-config/config.toml")
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, alarm)
+
+
+def test_a_damaged_folder_is_a_line_and_the_others_are_shown(damaged_runs, tmp_path, call):
+    (good,) = [line for line in call(watch.main, "runs/good").splitlines() if "runs/good" in line]
+    text = call(watch.main, *sorted((tmp_path / "runs").glob("*")))
+    assert all(character.isprintable() for character in text.replace("\n", ""))
+    lines = text.replace(f"{tmp_path}/", "").splitlines()
+    assert [line.split() for line in lines if "runs/good " in line] == [good.split()]
+    names = {escape_controls(name): says for name, (_, says) in DAMAGES.items()}
+    for name, says in (names | {"loop": "no such folder"}).items():
+        (line,) = [line for line in lines if re.search(rf"runs/{re.escape(name)}[:/ ]", line)]
+        assert says in line
+    assert len(lines) == 2 + 1 + len(names) + 1  # head and rule, good, the damaged ones, loop
+
+
+def test_the_page_shows_damaged_folders_and_the_others(damaged_runs, tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 25)
+    page = html.unescape(build_page(read_snapshot([Path("runs")])).decode())
+    for name, (_, says) in DAMAGES.items():
+        assert escape_controls(name) in page and says in page
+    assert "<code>runs/good</code>" in page and "data:image/png" in page
+
+
+def test_a_run_that_breaks_the_report_leaves_the_table(make_run, monkeypatch):
+    folder = make_run("a", END)
+
+    def fail(*_, **__):
+        raise KeyError("odd")
+
+    monkeypatch.setattr("report.groups.group_runs", fail)
+    page = build_page(read_snapshot([folder])).decode()
+    assert f"<td>{folder}</td><td>finished</td>" in page and "no report: " in page
 
 
 def test_runs_that_cannot_be_compared_are_in_the_page(tmp_path, make_run):
-    page = build_page([], []).decode()
+    page = build_page(Snapshot([], [], [])).decode()
     assert "No runs yet" in page and "refresh" in page
     folders = [
         make_run("a", [(10, {"val/loss": 2.0})]),
         make_run("b", [(20, {"val/loss": 2.0})], None, "tanh"),
     ]
-    runs = [*map(read_run, folders)]
-    page = build_page(runs, [*map(describe_status, runs)]).decode()
+    page = build_page(read_snapshot(folders)).decode()
     assert "evaluated at no common step" in page and all(str(folder) in page for folder in folders)
