@@ -94,6 +94,22 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
     return config
 
 
+def load_recorded(path: str | Path) -> Config:
+    """Load the config.toml of a run, which `dumps` wrote.
+
+    Raises ConfigError also if it is empty or cut short: defaults would be another model.
+    """
+    in_file, _ = _read_file(Path(path))
+    missing = [key for key in select_keys("in_every_run") if key not in in_file]
+    if missing:
+        state = "cut short" if in_file else "empty"
+        raise ConfigError(
+            f"{path}: {state}: it has no {', '.join(missing)}, which every run's has. Put back a "
+            "copy (scripts.export writes one), or start over in a new folder (--fresh)"
+        )
+    return load(path)
+
+
 def is_name_chosen(path: str | Path, overrides: Sequence[str] = ()) -> bool:
     """Return True if the file or an override sets `run.name`; else `load` makes one up.
 

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
 from runtime import RunError, check_is_run, checkpoint, distributed
 from runtime.metrics import read_metrics
+from runtime.settings import check_model_settings
 
 
 class Trained(NamedTuple):
@@ -113,7 +114,7 @@ def load_model(
     """
     folder = Path(folder)
     check_is_run(folder)
-    config = configure.load(folder / "config.toml")
+    config = configure.load_recorded(folder / "config.toml")
     if ema and not config.train.ema_decay:
         raise RunError(
             f"--ema: {folder} has no EMA of its weights (train.ema_decay = 0); leave --ema out, "
@@ -126,6 +127,8 @@ def load_model(
         )
     checkpoints = folder / "checkpoints"
     steps = _choose_steps(folder, step, average)
+    for chosen in steps:
+        _check_settings(config, checkpoint.folder_of(checkpoints, chosen))
     model = GPT(config.model).eval().requires_grad_(False)
     metadata = checkpoint.restore_weights(checkpoints, steps[-1], model, ema)
     bias = checkpoint.describe_ema_bias(metadata, config.train.ema_decay, steps[-1]) if ema else ""
@@ -141,6 +144,12 @@ def load_model(
     if config.data.document_mask:
         model.document_token = metadata["document_token"]
     return Trained(model, config, steps[-1], average, metadata, folder, ema)
+
+
+def _check_settings(config: configure.Config, path: Path) -> None:
+    """Raise RunError if the checkpoint `path` was trained with other settings than `config`."""
+    with suppress(checkpoint.DamagedError):  # `restore_weights` explains it
+        check_model_settings(config, checkpoint.read_manifest(path)["facts"], path)
 
 
 def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:

@@ -18,6 +18,7 @@ from configure.schema import KEYS, has_effect, select_keys
 from data.tokenizer import ByteTokenizer
 from runtime import RunError, check_is_run
 from runtime.metrics import ARRAYS, read_metrics
+from runtime.settings import check_model_settings
 
 VALIDATION_ARRAYS = [name for name in ARRAYS if name.startswith("val/")]
 REMEDY = (
@@ -104,8 +105,12 @@ class Run:
                 count = len(line["val/window_losses"])
         return count
 
+    def check_config(self) -> None:
+        """Raise RunError if the last checkpoint was trained with other settings than the config."""
+        check_model_settings(self.config, self.identity(), self.folder)
+
     def identity(self) -> dict[str, Any]:
-        """sha256 of data and tokenizer by the run's last checkpoint; {} without an intact one."""
+        """The metadata of the run's last checkpoint; {} without an intact one."""
         from runtime import checkpoint  # imports torch
 
         folder = self.folder / "checkpoints"
@@ -126,7 +131,7 @@ def read_run(folder: Path) -> Run:
         ValueError: the folder is not a run. RunError or ConfigError of a broken file is one too.
     """
     check_is_run(folder)
-    run = Run(folder, configure.load(folder / "config.toml"))
+    run = Run(folder, configure.load_recorded(folder / "config.toml"))
     for line in read_metrics(folder / "metrics.jsonl", VALIDATION_ARRAYS):
         check_lists(folder, line)
         if "val/window_weights" in line:  # a mixture: the mean of weighted losses is val/loss
@@ -167,6 +172,7 @@ def read_evaluated_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
     for folder in list_candidates(places):
         try:
             run = read_run(folder)
+            run.check_config()
         except (OSError, ValueError) as error:
             faults.append(" ".join(str(error).split()))
             continue

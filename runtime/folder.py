@@ -17,6 +17,7 @@ from configure.schema import select_keys
 from runtime import RunError, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
 from runtime.metrics import read_metrics
+from runtime.settings import check_model_settings
 
 MAX_SUFFIX = 40  # characters in a folder's name that say how its config differs; not measured
 
@@ -67,7 +68,7 @@ class RunFolder:
         Raises ConfigError if it cannot be read.
         """
         file = self.path / "config.toml"
-        return configure.load(file) if file.is_file() else None
+        return configure.load_recorded(file) if file.is_file() else None
 
     @property
     def last_step(self) -> int:
@@ -146,18 +147,21 @@ class RunFolder:
     def describe_finished(self, config: Config) -> str | None:
         """One line on the run in it if its newest intact checkpoint is the end, else None.
 
-        Raises RunError and ConfigError as `find_changes` does.
+        Raises RunError and ConfigError as `find_changes` does, and RunError if the checkpoint was
+        trained with other settings.
         """
         self.find_changes(config)
         warnings = ""
         for step in reversed(checkpoint.steps(self.checkpoints)):
             if not self.is_finished(config, step):
                 return None  # the start reports damaged checkpoints
+            path = checkpoint.folder_of(self.checkpoints, step)
             try:
-                checkpoint.verify(checkpoint.folder_of(self.checkpoints, step))
+                metadata = checkpoint.verify(path)["facts"]
             except checkpoint.DamagedError as error:
                 warnings += f"warning: {error}\n"
                 continue
+            check_model_settings(config, metadata, path)
             return f"{warnings}{self}: finished already, {self.describe_result(step)}"
         return None
 

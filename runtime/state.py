@@ -32,6 +32,7 @@ from runtime.parallel import (
     warm_up_ddp_buckets,
 )
 from runtime.preflight import Data, InitialWeights, Plan
+from runtime.settings import check_model_settings, describe_model_settings
 from runtime.statistics import Statistics, join
 from runtime.updates import Updates
 
@@ -306,10 +307,13 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     Every rank calls it.
 
     Raises:
-        RunError: all checkpoints are damaged, or the newest does not fit the data or the model.
+        RunError: all checkpoints are damaged, or the newest does not fit the data, the config or
+            the model.
     """
     config, train = plan.config, plan.config.train
     start = find_start(plan.run, plan.branch, plan.data.identity, ranks)
+    path = checkpoint.folder_of(start.checkpoints, start.step)
+    check_model_settings(config, start.metadata, path)
     threads = distributed.choose_threads(plan.device, start.metadata.get("threads"))
     model = build_model(config, plan.data.document_token, plan.initial_weights, ranks)
     mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoE)]
@@ -345,7 +349,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     keeps_casts = not cast_weights or (copy_dtype is not None and config.optim.name == "adamw")
     is_sharded = ranks.world_size > 1 or compute.sharded
     captures = can_capture(train.cuda_graph, plan.device, is_sharded, keeps_casts, planned_bytes)
-    metadata = build_metadata(start, plan.data, threads)
+    metadata = build_metadata(start, plan.data, threads) | describe_model_settings(config)
     average = None
     if train.ema_decay:
         if start.step == 0:

@@ -27,11 +27,16 @@ from runs import ALONE, checkpoints, column, content, end, flip, metrics, run, s
 import configure
 import train
 from data.bins import check_dataset, fingerprint
+from eval import val_loss
+from eval.trained import load_model
+from hf.export import export
 from model import GPT
+from report import __main__ as report
 from runtime import RunError, checkpoint, folder
 from runtime import state as train_state
 from runtime.folder import RunFolder
 from runtime.signals import EXIT_CODE, Stop
+from scripts import sample
 
 RATE = train.learning_rate
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -470,6 +475,72 @@ def test_changed_data_set_is_refused_before_a_model_is_built(
         and then[what] != now[what]
     )
     assert content(folder.path_of(tiny())) == before
+
+
+# ---- the config, changed
+@pytest.fixture
+def every_reader(tiny, tmp_path, main, capsys):
+    """`every_reader(text)`: all commands refuse the run of `tiny()` with `text`."""
+
+    def refuse(*texts):
+        place = str(folder.path_of(tiny()))
+        commands = {
+            "train": lambda: main(*changed, "run.name=tiny"),
+            "eval": lambda: val_loss.main([place]),
+            "sample": lambda: sample.main([place, "--prompt", "a"]),
+            "export": lambda: export.main([place, str(tmp_path / "out")]),
+            "report": lambda: report.main([place, "--out", str(tmp_path / "report")]),
+        }
+        for name, command in commands.items():
+            capsys.readouterr()
+            assert command() == 2, name
+            error = capsys.readouterr().err
+            assert all(text in error for text in texts), (name, error)
+        assert not (tmp_path / "out").exists()
+
+    changed = []
+    return refuse, changed
+
+
+def test_weights_are_refused_under_a_config_that_is_not_theirs(tiny, every_reader):
+    refuse, changed = every_reader
+    lines = run(tiny())
+    file = folder.path_of(tiny()) / "config.toml"
+    text = file.read_text()
+    for key, then, now in (
+        ("model.norm_eps", "1e-05", "0.1"),
+        ("model.gate_scale", "1.0", "2.0"),
+        ("data.document_mask", "False", "True"),
+    ):
+        name = key.split(".")[1]
+        edited = text.replace(f"{name} = {then.lower()}\n", f"{name} = {now.lower()}\n")
+        assert edited != text
+        file.write_text(edited)
+        changed[:] = [f"{key}={now.lower()}"]
+        refuse(f"{key}: {then} in the checkpoint, {now} in the config")
+    file.write_text(text)
+    manifest = checkpoints(tiny()) / "step_00000004/manifest.json"
+    body = checkpoint.read_manifest(manifest.parent)
+    del body["facts"]["model_settings"]  # of an older commit
+    manifest.write_text(checkpoint._manifest_text(body))
+    load_model(file.parent)
+    longer = run(tiny("train.max_steps=5"))
+    assert column(longer, "val/loss")[:2] == column(lines, "val/loss")[:2]
+
+
+def test_a_config_that_is_empty_or_cut_is_refused(tiny, every_reader):
+    refuse, _ = every_reader
+    run(tiny())
+    file = folder.path_of(tiny()) / "config.toml"
+    lines = file.read_text().splitlines(keepends=True)
+    refused = 0
+    for length in range(0, len(lines), 6):
+        file.write_text("".join(lines[:length]))
+        refuse("config.toml: ")
+        refused += 1
+    assert refused > 15
+    file.write_text("".join(lines)[:-40])
+    refuse("config.toml")
 
 
 # ---- another process, between plan and claim
