@@ -16,8 +16,10 @@ from matplotlib.figure import Figure
 
 from report.comparisons import measure_difference
 from report.groups import Group, Variant, format_tick
+from report.runs import Run
 from report.style import choose_style
 from report.tables import find_measures, read_measure
+from runtime.metrics import prefix_of
 
 MARKERS = 12  # about, per line: more hide the line
 
@@ -71,7 +73,7 @@ def collect_means(group: Group, variant: Variant, name: str) -> Points:
     for x, of_seeds in values.items():
         if of_seeds:
             points[x] = PlotPoint(float(np.mean(of_seeds)), min(of_seeds), max(of_seeds))
-    return points
+    return points if group.key else mark_gaps(points, variant.runs, name)
 
 
 def collect_differences(group: Group, variant: Variant, baseline: str) -> Points:
@@ -92,7 +94,19 @@ def collect_differences(group: Group, variant: Variant, baseline: str) -> Points
     for x, difference in differences.items():
         if difference is not None:
             points[x] = PlotPoint(difference.mean, difference.low, difference.high)
-    return points
+    if group.key:
+        return points
+    return mark_gaps(points, [*variant.runs, *base.runs], "val/loss")
+
+
+def mark_gaps(points: Points, runs: Sequence[Run], name: str) -> Points:
+    """Interrupt a line over steps where a run has lost its value of `name`."""
+    kind = "train/loss" if prefix_of(name) in ("train", "router", "optim", "perf") else "val/loss"
+    marked = dict(points)
+    for run in runs:
+        for step in run.missing.get(kind, ()):
+            marked[step] = PlotPoint(math.nan, math.nan, math.nan)
+    return dict(sorted(marked.items())) if points else points
 
 
 def choose_variant_style(group: Group, variant: Variant) -> dict[str, Any]:
@@ -190,8 +204,9 @@ def leave_out_start(axes: Axes, lines: Sequence[Points]) -> None:
     start = max(max(points) for points in lines) / 4
     shown: list[float] = []
     for points in lines:
-        means = [point.mean for step, point in points.items() if step >= start]
-        last = points[max(points)]
+        known = {step: point for step, point in points.items() if math.isfinite(point.mean)}
+        means = [point.mean for step, point in known.items() if step >= start]
+        last = known[max(known)]
         shown += means or [last.mean]
     low = min(shown)
     high = max(shown)

@@ -16,8 +16,18 @@ import numpy as np
 import configure
 from configure.schema import KEYS, has_effect, select_keys
 from data.tokenizer import ByteTokenizer
-from runtime import RunError, check_is_run
-from runtime.metrics import ARRAYS, read_metrics
+from runtime import check_is_run
+from runtime.manifest import read_newest_metadata
+from runtime.metrics import (
+    ARRAYS,
+    Steps,
+    collect_steps,
+    describe_missing,
+    find_damage,
+    find_missing_steps,
+    list_arrays,
+    read_metrics,
+)
 from runtime.settings import check_model_settings
 
 VALIDATION_ARRAYS = [name for name in ARRAYS if name.startswith("val/")]
@@ -37,6 +47,8 @@ class Run:
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
     logs: list[dict[str, Any]] = field(default_factory=list)  # lines with a training loss
     diverged: int | None = None  # step of the first validation loss that was not finite
+    missing: Steps = field(default_factory=dict)  # steps that had lines by its last checkpoint
+    faults: list[str] = field(default_factory=list)  # of its metrics and arrays
 
     @property
     def seed(self) -> int:
@@ -111,17 +123,7 @@ class Run:
 
     def identity(self) -> dict[str, Any]:
         """The metadata of the run's last checkpoint; {} without an intact one."""
-        from runtime import checkpoint  # imports torch
-
-        folder = self.folder / "checkpoints"
-        steps = checkpoint.steps(folder)
-        if not steps:
-            return {}
-        try:
-            manifest = checkpoint.read_manifest(checkpoint.folder_of(folder, steps[-1]))
-        except RunError:  # metrics.jsonl has the numbers without it
-            return {}
-        return manifest["facts"]
+        return read_newest_metadata(self.folder / "checkpoints")
 
 
 def read_run(folder: Path) -> Run:
@@ -132,7 +134,15 @@ def read_run(folder: Path) -> Run:
     """
     check_is_run(folder)
     run = Run(folder, configure.load_recorded(folder / "config.toml"))
-    for line in read_metrics(folder / "metrics.jsonl", VALIDATION_ARRAYS):
+    metadata = run.identity()  # before the lines: those of a later checkpoint may be missing
+    metrics = folder / "metrics.jsonl"
+    lines = read_metrics(metrics, VALIDATION_ARRAYS)
+    run.missing = find_missing_steps(collect_steps(lines), metadata)
+    if run.missing:
+        run.faults.append(describe_missing(metrics, run.missing))
+    for file in list_arrays(metrics, "router"):  # the others have been read
+        run.faults += find_damage(file)
+    for line in lines:
         check_lists(folder, line)
         if "val/window_weights" in line:  # a mixture: the mean of weighted losses is val/loss
             line["val/window_losses"] = np.multiply(
@@ -162,7 +172,7 @@ def read_evaluated_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """Read the runs at these places and below that have a finite validation loss.
 
     Returns:
-        The runs, and a note on each folder that is left out.
+        The runs, and a note on each folder that is left out or has faults.
 
     Raises:
         ValueError: no run is left.
@@ -186,7 +196,10 @@ def read_evaluated_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
         raise ValueError(faults[0])
     if not runs:
         raise ValueError("no run among the folders; give some such as runs/quickstart-kern")
-    return runs, [f"left out: {fault}" for fault in faults]
+    notes = [f"left out: {fault}" for fault in faults]
+    for run in runs:
+        notes += run.faults
+    return runs, notes
 
 
 def list_candidates(places: Iterable[Path]) -> list[Path]:

@@ -11,7 +11,6 @@ Reading one executes nothing: torch's readers would unpickle anything, ours acce
 
 import hashlib
 import io
-import json
 import logging
 import math
 import os
@@ -46,8 +45,15 @@ from common.files import sync_folder, write_atomic
 from configure.schema import Train
 from runtime import RankError, RunError, describe_write_errors, distributed
 from runtime.distributed import Ranks
+from runtime.manifest import (
+    MANIFEST,
+    DamagedError,
+    folder_of,
+    format_manifest,
+    read_manifest,
+    steps,
+)
 
-MANIFEST = "manifest.json"
 EMA_CORRECTED = "ema_corrected"  # key of the metadata: the EMA has no part of the initial weights
 # A save may last as long as it makes progress, which `Saver` watches.
 SAVE_TIMEOUT = timedelta(days=365)
@@ -60,23 +66,6 @@ POLL_SECONDS = 0.05  # between two looks at a save that all ranks wait for
 # are reported below.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", module="torch.distributed")
 logging.getLogger("torch.distributed.checkpoint._dedup_save_plans").setLevel(logging.WARNING)
-
-
-class DamagedError(RunError):
-    """A checkpoint's files differ from what was written."""
-
-
-def steps(folder: str | Path, end: str = "") -> list[int]:
-    """Steps of the checkpoints in `folder`, ascending; empty if it does not exist.
-
-    Names of quarantined checkpoints end in .damaged: pass that as `end` to list them.
-    """
-    return sorted(int(path.name[5:13]) for path in Path(folder).glob(f"step_{8 * '[0-9]'}{end}"))
-
-
-def folder_of(folder: str | Path, step: int) -> Path:
-    """The path of the checkpoint of `step`."""
-    return Path(folder, f"step_{step:08d}")
 
 
 class Saver(AbstractContextManager["Saver"]):
@@ -298,7 +287,7 @@ class Saver(AbstractContextManager["Saver"]):
             entries.update(rank_files)
         temporary = path.with_suffix(".tmp")
         # "facts" is the key since the first version, so that old checkpoints stay readable.
-        manifest = _manifest_text({"step": step, "files": entries, "facts": metadata})
+        manifest = format_manifest({"step": step, "files": entries, "facts": metadata})
         write_atomic(temporary / MANIFEST, manifest, durable=True)
         os.replace(temporary, path)
         sync_folder(self.folder)
@@ -466,32 +455,6 @@ def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
     return manifest
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """manifest.json of a checkpoint, its own checksum verified.
-
-    Returns:
-        `step`; `files`: {name: {bytes, sha256}}; `facts`: the metadata.
-
-    Raises:
-        DamagedError: it is missing, unreadable or changed.
-    """
-    file = Path(path, MANIFEST)
-    body = {}
-    try:
-        text = file.read_bytes().decode()
-        body = json.loads(text)["body"]
-        is_own = path.name == folder_of("", body["step"]).name
-        names_are_plain = all(Path(name).name == name for name in body["files"])  # no subfolders
-        intact = text == _manifest_text(body) and is_own and names_are_plain
-    except OSError as error:
-        raise DamagedError(f"{file}: damaged, it cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, RecursionError):
-        intact = False
-    if not intact:
-        raise DamagedError(f"{file}: damaged, checksum mismatch")
-    return body
-
-
 def restore(
     folder: str | Path,
     step: int,
@@ -617,11 +580,6 @@ class TensorUnpickler(pickle.Unpickler):
         if name not in DESCRIPTIONS.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
         return super().find_class(module, name)
-
-
-def _manifest_text(body: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-    return json.dumps({"sha256": digest, "body": body}, indent=1) + "\n"
 
 
 def _describe_file(path: Path, note_step: Callable[[], object] = int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.files import write_atomic
-from common.text import first_line
+from common.text import first_line, plural
 from runtime import RunError, describe_write_errors
 
 if TYPE_CHECKING:  # scripts.watch imports this module without torch
@@ -35,6 +35,9 @@ ARRAYS = (
 )
 # {prefix of arrays: a name in the lines that they belong to}
 LINES = {"val": "val/loss", "router": "train/loss"}
+LOGGED = "logged"  # key of a checkpoint's metadata: ranges of the steps that have lines
+
+Steps = dict[str, set[int]]  # steps with lines by a value of LINES
 
 FLOAT_BITS = sys.float_info.max_exp  # an integer with as many bits may be too large for a float
 
@@ -92,8 +95,12 @@ class Metrics:
         resume_step: int,
         trackers: Sequence[Any] = (),
         on_error: str = "stop",
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the files of the run in `folder`.
+
+        Prints a warning if lines are missing that the checkpoint with this `metadata` knows, or if
+        arrays are damaged.
 
         Drops lines and arrays after `resume_step`, which the resumed run will write again. With
         resume_step < 0, moves everything to metrics.old.jsonl and arrays.old. Of lines with the
@@ -113,6 +120,8 @@ class Metrics:
             if line["step"] <= resume_step:
                 kept[line["step"], *line] = line
         self._announce_repeats(lines, resume_step)
+        self.logged = collect_steps(kept.values())
+        self._warn_of_faults(metadata or {}, resume_step)
         with describe_write_errors(self.path):
             if resume_step < 0:
                 self._keep_old(len(lines))
@@ -125,6 +134,24 @@ class Metrics:
             write_atomic(self.path, text, durable=True)
             self.file = self.path.open("ab", buffering=0)
         self._call_trackers("recall", list(kept.values()))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What a checkpoint needs, to tell later if lines are missing."""
+        ranges = {name: to_ranges(steps) for name, steps in self.logged.items()}
+        return {LOGGED: ranges}
+
+    def _warn_of_faults(self, metadata: Mapping[str, Any], resume_step: int) -> None:
+        """Print what is missing or damaged up to the checkpoint; its steps stay known as logged."""
+        missing = find_missing_steps(self.logged, metadata)
+        faults = [describe_missing(self.path, missing)] if missing else []
+        for file in list_arrays(self.path):
+            if last_step_of(file) <= resume_step:
+                faults += find_damage(file)
+        for fault in faults:
+            print(f"warning: {fault}", flush=True)
+        for name, steps in missing.items():
+            self.logged[name] |= steps
 
     def _announce_repeats(self, lines: Sequence[Line], resume_step: int) -> None:
         """Print a line if steps that have lines are trained again."""
@@ -162,6 +189,8 @@ class Metrics:
             else:
                 numbers[name] = host_value
         self.pending_lines += json.dumps(numbers).encode() + b"\n"
+        for name in self.logged.keys() & numbers.keys():
+            self.logged[name].add(step)
         # Arrays come before the line, which says that this evaluation is done.
         self._write(arrays=bool(self.buffers["val"].rows))
         self._call_trackers("log", numbers | arrays)
@@ -315,6 +344,61 @@ def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndar
             f"{file} is damaged ({first_line(error)}); remove it: the run does without it"
         ) from error
     return rows
+
+
+def find_damage(file: Path) -> list[str]:
+    """The fault of a file of arrays; none if it is intact."""
+    try:
+        load_arrays(file, ARRAYS)
+    except RunError as error:
+        return [str(error)]
+    return []
+
+
+def collect_steps(lines: Iterable[Line]) -> Steps:
+    """The steps of lines with a validation loss, and of lines with a training loss."""
+    steps: Steps = {name: set() for name in LINES.values()}
+    for line in lines:
+        for name in steps.keys() & line.keys():
+            steps[name].add(line["step"])
+    return steps
+
+
+def find_missing_steps(present: Steps, metadata: Mapping[str, Any]) -> Steps:
+    """The steps that a checkpoint's metadata knows and that have no line; {} if there are none."""
+    missing = {}
+    for name, ranges in metadata.get(LOGGED, {}).items():
+        known: set[int] = set()
+        for first, last, spacing in ranges:
+            known.update(range(first, last + 1, spacing))
+        if known - present[name]:
+            missing[name] = known - present[name]
+    return missing
+
+
+def describe_missing(path: Path, missing: Steps) -> str:
+    """A line about steps without lines."""
+    parts = []
+    for name, steps in missing.items():
+        span = f"step {min(steps)}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
+        parts.append(f"{plural(len(steps), 'line')} with {name} ({span})")
+    return (
+        f"{path} is cut short or has a gap: {', '.join(parts)} that the last checkpoint knows are "
+        "missing. The weights do not need them; put back a copy for reports"
+    )
+
+
+def to_ranges(steps: Iterable[int]) -> list[list[int]]:
+    """Steps as [first, last, spacing], in order."""
+    ranges: list[list[int]] = []
+    for step in sorted(steps):
+        if ranges:
+            first, last, spacing = ranges[-1]
+            if first == last or step - last == spacing:
+                ranges[-1] = [first, step, step - last]
+                continue
+        ranges.append([step, step, 1])
+    return ranges
 
 
 def load_metrics(loads: "Tensor") -> "dict[str, Tensor]":

@@ -45,7 +45,7 @@ class Reporter(AbstractContextManager["Reporter"]):
     """Writes config.toml, metrics, the header to stdout and a progress bar to stderr.
 
     Attributes:
-        metadata: the id of its wandb run, for the checkpoint.
+        wandb: the id of its wandb run; empty without one.
     """
 
     def __init__(self, plan: Plan, state: TrainState, ranks: Ranks) -> None:
@@ -72,11 +72,12 @@ class Reporter(AbstractContextManager["Reporter"]):
         trackers = start_trackers(
             config, plan.run.path, resume_step, state.metadata.get("wandb"), tags
         )
-        self.metadata = {}
+        self.wandb = {}
         for tracker in trackers:
             if isinstance(tracker, WandbTracker):
-                self.metadata["wandb"] = tracker.id
-        self.metrics = Metrics(plan.run.path, resume_step, trackers, config.train.on_save_error)
+                self.wandb["wandb"] = tracker.id
+        on_error = config.train.on_save_error
+        self.metrics = Metrics(plan.run.path, resume_step, trackers, on_error, state.metadata)
         self.bar = progress_bar(
             every=10,
             desc=config.run.name,
@@ -92,6 +93,11 @@ class Reporter(AbstractContextManager["Reporter"]):
         # an error that is already raised must not be replaced
         with suppress(RunError) if error else nullcontext():
             self.metrics.close(failed=error is not None)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What a checkpoint needs: the wandb run, and which lines there are."""
+        return self.wandb | self.metrics.metadata
 
     @contextmanager
     def pause(self) -> Iterator[None]:

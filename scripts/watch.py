@@ -149,12 +149,13 @@ def find_trouble(run: Run, last: dict[str, float]) -> str:
     dumps = sorted(run.folder.glob("crash-step_*.json"))
     if dumps:
         return f"crash dump {dumps[-1].name}"
+    messages = [f"warning: {'; '.join(run.faults)}"] if run.faults else []
     log = run.folder / "train.log"  # which scripts.sweep writes
-    if not log.exists():
-        return ""
-    if not log.is_file():  # opening a FIFO would wait for a process that writes to it
-        return f"warning: {log.name} is not a regular file"
-    messages = re.findall(r"^(?:error|warning): .*", log.read_text(errors="replace"), re.M)
+    if log.is_file():
+        text = log.read_text(errors="replace")
+        messages += re.findall(r"^(?:error|warning): .*", text, re.M)
+    elif log.exists():  # opening a FIFO would wait for a process that writes to it
+        messages.append(f"warning: {log.name} is not a regular file")
     return messages[-1] if messages else ""
 
 

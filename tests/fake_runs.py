@@ -15,6 +15,7 @@ from configure.schema import KEYS, Mix
 from report.groups import Group, group_runs
 from report.runs import read_run
 from runtime import checkpoint
+from runtime.manifest import format_manifest
 from runtime.metrics import Metrics
 
 CONFIG = Path(__file__).parents[1] / "config"
@@ -168,5 +169,5 @@ def add_checkpoint(folder: Path, step: int = 100, **facts: str) -> Path:
     path = checkpoint.folder_of(folder / "checkpoints", step)
     path.mkdir(parents=True)
     body = {"step": step, "files": {".metadata": {"bytes": 1, "sha256": "0"}}, "facts": facts}
-    (path / checkpoint.MANIFEST).write_text(checkpoint._manifest_text(body))
+    (path / checkpoint.MANIFEST).write_text(format_manifest(body))
     return path

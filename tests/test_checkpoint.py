@@ -33,6 +33,7 @@ from model import GPT
 from runtime import RankError, RunError, checkpoint
 from runtime.checkpoint import DamagedError
 from runtime.folder import RunFolder
+from runtime.manifest import format_manifest
 from runtime.state import build_optimizer
 
 SMALL = Model(
@@ -357,9 +358,7 @@ def forge(path, **replaced):
         name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in files.items()
     }
-    (path / "manifest.json").write_text(
-        checkpoint._manifest_text({"step": 2, "files": entries, "facts": {}})
-    )
+    (path / "manifest.json").write_text(format_manifest({"step": 2, "files": entries, "facts": {}}))
     checkpoint.verify(path)
 
 
@@ -410,7 +409,7 @@ def test_a_pickle_as_an_entry_runs_nothing(copied, canary):
 
 def test_manifest_names_no_file_outside_the_checkpoint(copied):
     body = {"step": 2, "files": {"../outside": {"bytes": 0, "sha256": ""}}, "facts": {}}
-    (copied / "manifest.json").write_text(checkpoint._manifest_text(body))  # its own checksum fits
+    (copied / "manifest.json").write_text(format_manifest(body))  # its own checksum fits
     with pytest.raises(DamagedError, match="manifest.json: damaged"):
         checkpoint.verify(copied)
 

@@ -32,11 +32,15 @@ from eval.trained import load_model
 from hf.export import export
 from model import GPT
 from report import __main__ as report
+from report.groups import group_runs
+from report.pictures import collect_means
+from report.runs import read_run
 from runtime import RunError, checkpoint, folder
 from runtime import state as train_state
 from runtime.folder import RunFolder
+from runtime.manifest import format_manifest
 from runtime.signals import EXIT_CODE, Stop
-from scripts import sample
+from scripts import sample, watch
 
 RATE = train.learning_rate
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -522,7 +526,7 @@ def test_weights_are_refused_under_a_config_that_is_not_theirs(tiny, every_reade
     manifest = checkpoints(tiny()) / "step_00000004/manifest.json"
     body = checkpoint.read_manifest(manifest.parent)
     del body["facts"]["model_settings"]  # of an older commit
-    manifest.write_text(checkpoint._manifest_text(body))
+    manifest.write_text(format_manifest(body))
     load_model(file.parent)
     longer = run(tiny("train.max_steps=5"))
     assert column(longer, "val/loss")[:2] == column(lines, "val/loss")[:2]
@@ -541,6 +545,55 @@ def test_a_config_that_is_empty_or_cut_is_refused(tiny, every_reader):
     assert refused > 15
     file.write_text("".join(lines)[:-40])
     refuse("config.toml")
+
+
+# ---- metrics that are lost
+@pytest.mark.parametrize("lost", [range(3, 6), range(6, 9)], ids=["a gap", "the end"])
+def test_lost_lines_and_damaged_arrays_are_named(tiny, tmp_path, capsys, lost):
+    own = ["log.interval=1", "eval.interval=2", "train.checkpoint_interval=4"]
+    run(tiny(*own, "train.max_steps=8"))
+    place = folder.path_of(tiny())
+    file = place / "metrics.jsonl"
+    kept, losses, evaluations = [], [], []
+    for text in file.read_text().splitlines(keepends=True):
+        line = json.loads(text)
+        if line["step"] not in lost:
+            kept.append(text)
+        elif "val/loss" in line:
+            evaluations.append(line["step"])
+        else:
+            losses.append(line["step"])
+    file.write_text("".join(kept))
+    arrays = sorted((place / "arrays").glob("router_*.npz"))[0]
+    flip(arrays, 8 * (arrays.stat().st_size // 2))
+
+    def assert_named(text):
+        wide = " ".join(text.split())
+        assert "metrics.jsonl is cut short or has a gap" in wide
+        assert f"3 lines with train/loss (steps {losses[0]} to {losses[-1]})" in wide
+        span = "step 4" if evaluations == [4] else f"steps 6 to {evaluations[-1]}"
+        span = "step 6" if evaluations == [6] else span
+        assert f"with val/loss ({span})" in wide
+
+    assert (losses, evaluations) == ([3, 4, 5], [4]) or (losses, evaluations) == ([6, 7, 8], [6, 8])
+    for last_step in (8, 10):  # as it is, and after it was resumed: the lines are still missing
+        assert report.main([str(place), "--out", str(tmp_path / "report")]) == 0
+        page = (tmp_path / "report/report.md").read_text()
+        assert_named(page)
+        assert f"{arrays.name} is damaged" in page
+        ((group,), _) = group_runs([read_run(place)], unfinished=True)
+        points = collect_means(group, group.variants[0], "val/loss")
+        gaps = [step for step, point in points.items() if math.isnan(point.mean)]
+        assert gaps == evaluations and list(points) == list(range(0, last_step + 1, 2))
+        assert_named(watch.format_table([place]))
+        capsys.readouterr()
+        if last_step == 8:
+            train.train(tiny(*own, "train.max_steps=10"))
+            printed = capsys.readouterr().out
+            assert_named(printed)
+            assert f"{arrays.name} is damaged" in printed
+            if 8 in evaluations:  # which was done again, at the start
+                evaluations.remove(8)
 
 
 # ---- another process, between plan and claim

@@ -33,6 +33,7 @@ from runtime import RunError, cadence, checkpoint, distributed, reporter
 from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
+from runtime.manifest import format_manifest
 from runtime.metrics import Metrics, read_metrics
 from runtime.preflight import plan_run
 from runtime.signals import Stop
@@ -572,7 +573,7 @@ def test_mean_of_an_older_run_continues_uncorrected(tiny, capsys):
     path = checkpoint.folder_of(path_of(config) / "checkpoints", 2)
     body = checkpoint.read_manifest(path)
     assert body["facts"].pop("ema_corrected")
-    (path / checkpoint.MANIFEST).write_text(checkpoint._manifest_text(body))
+    (path / checkpoint.MANIFEST).write_text(format_manifest(body))
     mean = load_mean(config, 2)
     run(config)
     out = capsys.readouterr().out

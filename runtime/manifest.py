@@ -1,0 +1,70 @@
+"""manifest.json of a checkpoint, and where checkpoints are. Imports no torch."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from runtime import RunError
+
+MANIFEST = "manifest.json"
+
+
+class DamagedError(RunError):
+    """A checkpoint's files differ from what was written."""
+
+
+def steps(folder: str | Path, end: str = "") -> list[int]:
+    """Steps of the checkpoints in `folder`, ascending; empty if it does not exist.
+
+    Names of quarantined checkpoints end in .damaged: pass that as `end` to list them.
+    """
+    return sorted(int(path.name[5:13]) for path in Path(folder).glob(f"step_{8 * '[0-9]'}{end}"))
+
+
+def folder_of(folder: str | Path, step: int) -> Path:
+    """The path of the checkpoint of `step`."""
+    return Path(folder, f"step_{step:08d}")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """manifest.json of a checkpoint, its own checksum verified.
+
+    Returns:
+        `step`; `files`: {name: {bytes, sha256}}; `facts`: the metadata.
+
+    Raises:
+        DamagedError: it is missing, unreadable or changed.
+    """
+    file = Path(path, MANIFEST)
+    body = {}
+    try:
+        text = file.read_bytes().decode()
+        body = json.loads(text)["body"]
+        is_own = path.name == folder_of("", body["step"]).name
+        names_are_plain = all(Path(name).name == name for name in body["files"])  # no subfolders
+        intact = text == format_manifest(body) and is_own and names_are_plain
+    except OSError as error:
+        raise DamagedError(f"{file}: damaged, it cannot be read ({error.strerror})") from error
+    except (ValueError, TypeError, KeyError, RecursionError):
+        intact = False
+    if not intact:
+        raise DamagedError(f"{file}: damaged, checksum mismatch")
+    return body
+
+
+def format_manifest(body: dict[str, Any]) -> str:
+    """The text of a manifest with its own checksum."""
+    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "body": body}, indent=1) + "\n"
+
+
+def read_newest_metadata(folder: Path) -> dict[str, Any]:
+    """The metadata of the newest checkpoint in `folder`; {} if there is none or it is damaged."""
+    saved = steps(folder)
+    if not saved:
+        return {}
+    try:
+        return read_manifest(folder_of(folder, saved[-1]))["facts"]
+    except DamagedError:
+        return {}
