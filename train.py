@@ -12,9 +12,16 @@ again.
 
 import sys
 
+from runtime.signals import Stop
+
+# Importing torch needs seconds: a signal to stop is noted, and a typo or missing data reported,
+# before.
+STOP = Stop()
+if __name__ == "__main__":
+    STOP.listen()
+
 from runtime.launch import check_command, launch, run_until_exit
 
-# Importing torch needs seconds: a typo or missing data is reported before.
 if __name__ == "__main__":
     check_command(sys.argv[1:])
 
@@ -40,7 +47,6 @@ from runtime.guard import Guard, Recomputed
 from runtime.parallel import set_gradient_sync
 from runtime.preflight import OpenTasks, Plan, ReadWeights, check_plan, plan_run
 from runtime.reporter import Reporter, SilentReporter
-from runtime.signals import Stop
 from runtime.state import TrainState, build_state
 from runtime.statistics import Statistics
 from runtime.validation import evaluate
@@ -350,4 +356,4 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_until_exit(main)
+    run_until_exit(main, STOP)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from common.ranks import check_rank_variables, read_rank_variable
 from configure.load import ConfigError, load
 from configure.schema import KEYS, SECTIONS, Config
 
@@ -32,9 +33,14 @@ def from_command_line(argv: Sequence[str]) -> Config:
     if "-h" in argv or "--help" in argv:
         _exit(0, f"{USAGE}\n\n{help_text()}")
     try:
+        check_rank_variables()
+    except ValueError as error:  # each process prints it: which is the first is unknown
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    try:
         arguments = [argument for argument in argv if argument != "--fresh"]
         file, overrides = split_command_line(arguments)
-        return load(file, overrides, int(os.environ.get("WORLD_SIZE", 1)))
+        return load(file, overrides, read_rank_variable("WORLD_SIZE"))
     except ConfigError as error:
         tell_torchrun(str(error))
         _exit(2, f"error: {error}")

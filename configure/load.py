@@ -32,6 +32,7 @@ from configure.check import find_conflicts, find_errors, format_toml, show, show
 from configure.schema import KEYS, SECTIONS, Config, Mix, Optim, has_effect, select_keys
 
 COMMAND_LINE = "command line"
+MAX_DEPTH = 20  # tables and lists in one another; 5 are needed
 
 
 class ConfigError(ValueError):
@@ -366,7 +367,10 @@ def _describe_open_axes(path: str | Path, axes: Axes) -> str:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        table = tomllib.loads(path.read_bytes().decode())
+        if is_deep(table):
+            raise ValueError(f"more than {MAX_DEPTH} keys in one another")
+        return table
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
     # also: not UTF-8, a number of 5,000 digits, deep brackets
@@ -374,6 +378,20 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not TOML: {error}; strings need quotes, booleans are true or false"
         ) from None
+
+
+def is_deep(value: Any) -> bool:
+    """True if tables and lists are nested more than MAX_DEPTH deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        level = inner
+    return bool(level)
 
 
 def _suggest_file(path: Path) -> str:
@@ -407,6 +425,8 @@ def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
         table = tomllib.loads(f"value = {toml}")
     except (ValueError, RecursionError):
         return key, value  # the check of its type will report it
+    if is_deep(table):
+        return key, value  # the same
     return key, table["value"] if len(table) == 1 else value  # more lines would be more settings
 
 

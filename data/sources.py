@@ -117,6 +117,11 @@ def local_inputs(
             files = [make_input(file, path) for file in _walk(path, set(), left)]
             if notes is not None:
                 notes.append(describe_folder(path, files, left))
+        elif not path.is_file():
+            raise DataError(
+                f"{path}: a pipe, socket or device, which cannot be read twice: copy it to a file "
+                f"and name that with {option}"
+            )
         elif path.name.lower().endswith(KINDS):
             files = [make_input(path, path.parent)]
         else:

@@ -532,6 +532,7 @@ def collect_tensors(
 
 def _fill_tensors(path: Path, state: dict[str, Any]) -> None:
     try:
+        Reader(path).read_metadata()  # torch would log two tracebacks if it is refused
         dcp.load(state, storage_reader=Reader(path), no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:  # the bytes are right: another model or torch
         raise RunError(

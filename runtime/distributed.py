@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.cores import count_free_cores
+from common.ranks import read_rank_variable
 from common.text import plural
 from configure.schema import Model
 from runtime import RankError, RunError
@@ -59,17 +60,17 @@ def print_once(text: str) -> None:
 
 def local_rank() -> int:
     """Rank within this node, from torchrun's environment; 0 without torchrun."""
-    return int(os.environ.get("LOCAL_RANK", 0))
+    return read_rank_variable("LOCAL_RANK")
 
 
 def world_size() -> int:
     """Ranks of this job, from torchrun's environment; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return read_rank_variable("WORLD_SIZE")
 
 
 def local_size() -> int:
     """Ranks of this job on this node; 1 without torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return read_rank_variable("LOCAL_WORLD_SIZE")
 
 
 def pick_device(name: str) -> torch.device:
@@ -295,9 +296,12 @@ def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator
         yield Ranks(0, 1, device)
         return
     timeout = timedelta(minutes=timeout_minutes)
-    dist.init_process_group(
-        "nccl" if on_cuda else "gloo", timeout=timeout, device_id=device if on_cuda else None
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo", timeout=timeout, device_id=device if on_cuda else None
+        )
+    except ValueError as error:  # without torchrun's variables
+        raise RankError(f"{error}; start the {world_size()} ranks with torchrun") from error
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)  # a group of all ranks includes this one

@@ -88,10 +88,10 @@ def launch(argv: list[str], start: Callable[[configure.Config, list[str]], None]
     return code
 
 
-def run_until_exit(main: Callable[[list[str], Stop], int]) -> NoReturn:
-    """Exit with the code of `main`, which gets the command line and what stop signals set."""
+def run_until_exit(main: Callable[[list[str], Stop], int], stop: Stop) -> NoReturn:
+    """Exit with the code of `main`, which gets the command line and `stop`, which is listening."""
     try:
-        sys.exit(main(sys.argv[1:], Stop().listen()))
+        sys.exit(main(sys.argv[1:], stop))
     except KeyboardInterrupt:
         from runtime.distributed import print_once
 

@@ -13,6 +13,7 @@ from configure import Config
 from data.bins import open_tokens
 from data.loader import Loader, Validation, choose_validation
 from data.mixture import check_documents, check_sets, identify
+from kernels import choose_backend
 from model import GPT, parameter_shapes
 from router import find_spec
 from runtime import RunError, distributed, memory
@@ -122,6 +123,10 @@ def plan_run(
     device = distributed.pick_device(config.train.device)
     dtype_name = branch.dtype if branch and config.train.dtype == "auto" else config.train.dtype
     dtype = distributed.pick_dtype(dtype_name, device, config.model.router)
+    try:
+        choose_backend(config.model.backend, device, dtype)
+    except ValueError as error:
+        raise RunError(f"model.backend: {error}") from None
     config = replace(config, "train", dtype=str(dtype).removeprefix("torch."))  # a resume keeps it
     world_size = distributed.world_size()
     parallel, estimate = memory.choose_parallelism(

@@ -104,6 +104,7 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys, monkeypatc
         ("model.router = kern", "is not TOML: "),
         ("train.max_steps = " + "9" * 5000, "is not TOML: "),
         ("train.max_steps = " + "[" * 5000, "is not TOML: "),
+        ("a" + ".a" * 5000 + " = 1", "is not TOML: more than 20 keys in one another"),
     ],
 )
 def test_a_wrong_line_of_a_file(write, line, names):

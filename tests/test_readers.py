@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import os
 import re
 import tempfile
 import tracemalloc
@@ -304,6 +305,13 @@ def test_marks_are_not_sought_in_rows_or_in_prose(run, tmp_path):
     prose = b"HTML has <s> and <sep>,\n<p>\n<div>\n</div>"
     corpora.write_tree(tmp_path / "in", {"a.jsonl": rows + ROWS, "b.txt": prose})
     assert "found" not in run("text", "--source", tmp_path / "in", "--val-fraction", 0.3)
+
+
+def test_a_pipe_is_refused(tmp_path):
+    """It would wait for a writer for ever."""
+    os.mkfifo(tmp_path / "in.txt")
+    with pytest.raises(DataError, match="in.txt: a pipe, socket or device.* --source"):
+        local_inputs([tmp_path / "in.txt"])
 
 
 BOMB = b"a" * 2**25

@@ -9,8 +9,10 @@ import json
 import math
 import os
 import pty
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -98,6 +100,44 @@ def main(tiny_file, monkeypatch):
     )
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_signal_while_torch_is_imported_ends_the_run_as_one_after(tiny_file):
+    command = [sys.executable, "train.py", str(tiny_file)]
+    process = subprocess.Popen(command, cwd=runs.REPO_ROOT, stdout=subprocess.PIPE, text=True)
+    status, maps = (Path(f"/proc/{process.pid}/{name}") for name in ("status", "maps"))
+
+    def listens():
+        caught = int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16)
+        return caught >> (signal.SIGTERM - 1) & 1
+
+    runs.wait_until(listens, lambda: process.poll() is None)
+    early = "libtorch" not in maps.read_text()
+    process.terminate()
+    output, _ = process.communicate(timeout=300)
+    assert early and process.returncode == EXIT_CODE, output
+    assert "asked to stop, saved at step 0" in output
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("WORLD_SIZE", "abc"), ("WORLD_SIZE", "0"), ("RANK", "x"), ("RANK", "1"), ("RANK", "-1")],
+)
+def test_variables_of_a_launcher_that_are_wrong_are_named(
+    tiny_file, monkeypatch, capsys, name, value
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        train.main([str(tiny_file)])
+    assert ended.value.code == 2
+    assert f"{name} = " in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_run_leaves_no_folder(tiny, monkeypatch):
+    monkeypatch.setattr("kernels.triton_experts", None)
+    with pytest.raises(RunError, match="model.backend: .* needs Triton"):
+        train.train(tiny("model.backend=triton"))
+    assert not folder.path_of(tiny()).exists()
 
 
 PLACES = {  # what is called there, and which of its calls count
