@@ -16,7 +16,7 @@ import numpy as np
 import configure
 from configure.schema import KEYS, has_effect, select_keys
 from data.tokenizer import ByteTokenizer
-from runtime import check_is_run
+from runtime import RunError, check_is_run
 from runtime.manifest import read_newest_metadata
 from runtime.metrics import (
     ARRAYS,

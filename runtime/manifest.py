@@ -43,7 +43,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         body = json.loads(text)["body"]
         is_own = path.name == folder_of("", body["step"]).name
         names_are_plain = all(Path(name).name == name for name in body["files"])  # no subfolders
-        intact = text == format_manifest(body) and is_own and names_are_plain
+        has_form = isinstance(body["files"], dict) and isinstance(body["facts"], dict)
+        intact = text == format_manifest(body) and is_own and names_are_plain and has_form
     except OSError as error:
         raise DamagedError(f"{file}: damaged, it cannot be read ({error.strerror})") from error
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -39,6 +39,7 @@ LOGGED = "logged"  # key of a checkpoint's metadata: ranges of the steps that ha
 
 Steps = dict[str, set[int]]  # steps with lines by a value of LINES
 
+MAX_STEPS = 10**7  # with lines; a run has fewer
 FLOAT_BITS = sys.float_info.max_exp  # an integer with as many bits may be too large for a float
 
 Line = dict[str, Any]  # `step`, `tokens`, and numbers or lists of numbers by name
@@ -367,10 +368,11 @@ def collect_steps(lines: Iterable[Line]) -> Steps:
 def find_missing_steps(present: Steps, metadata: Mapping[str, Any]) -> Steps:
     """The steps that a checkpoint's metadata knows and that have no line; {} if there are none."""
     missing = {}
-    for name, ranges in metadata.get(LOGGED, {}).items():
+    logged = metadata.get(LOGGED)
+    for name in present:
         known: set[int] = set()
-        for first, last, spacing in ranges:
-            known.update(range(first, last + 1, spacing))
+        if isinstance(logged, dict):
+            known.update(*from_ranges(logged.get(name)))
         if known - present[name]:
             missing[name] = known - present[name]
     return missing
@@ -399,6 +401,16 @@ def to_ranges(steps: Iterable[int]) -> list[list[int]]:
                 continue
         ranges.append([step, step, 1])
     return ranges
+
+
+def from_ranges(ranges: Any) -> list[range]:
+    """The steps that `to_ranges` wrote; none if it is no such list, or would fill the memory."""
+    try:
+        steps = [range(first, last + 1, spacing) for first, last, spacing in ranges]
+        count = sum(len(part) for part in steps)
+    except (TypeError, ValueError, OverflowError):
+        return []
+    return steps if count <= MAX_STEPS else []
 
 
 def load_metrics(loads: "Tensor") -> "dict[str, Tensor]":

@@ -35,7 +35,9 @@ def check_model_settings(config: Config, metadata: dict[str, Any], path: Path) -
     Raises RunError if a key has another value than the weights were trained with. A checkpoint that
     is older than a key knows nothing of it.
     """
-    recorded = metadata.get(SETTINGS, {})
+    recorded = metadata.get(SETTINGS)
+    if not isinstance(recorded, dict):
+        return
     changes = []
     for key in list_model_keys():
         now = attrgetter(key)(config)

@@ -409,8 +409,20 @@ def test_a_pickle_as_an_entry_runs_nothing(copied, canary, caplog):
     assert_refused(copied, canary, caplog)
 
 
-def test_manifest_names_no_file_outside_the_checkpoint(copied):
-    body = {"step": 2, "files": {"../outside": {"bytes": 0, "sha256": ""}}, "facts": {}}
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"files": {"../outside": {"bytes": 0, "sha256": ""}}},
+        {"files": []},
+        {"files": [".metadata"]},
+        {"facts": [1]},
+        {"facts": None},
+        {"step": [2]},
+    ],
+)
+def test_manifest_of_another_form_is_damaged(copied, changed):
+    """It names no file outside the checkpoint."""
+    body = {"step": 2, "files": {}, "facts": {}} | changed
     (copied / "manifest.json").write_text(format_manifest(body))  # its own checksum fits
     with pytest.raises(DamagedError, match="manifest.json: damaged"):
         checkpoint.verify(copied)
