@@ -4,13 +4,16 @@ See `_get_resolved_checkpoint_files` and `get_checkpoint_shard_files` of transfo
 them executes nothing.
 """
 
+import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,6 +22,7 @@ from runtime import RunError
 ONE_FILE = "model.safetensors"
 INDEX_ENDING = ".safetensors.index.json"
 INDEX = f"model{INDEX_ENDING}"
+DIGEST = "nanokern_sha256"  # key of a safetensors file's metadata: `hash_tensors` of its tensors
 ADAPTER = "adapter_config.json"  # of PEFT
 # a checkpoint of transformers' distributed training; from_pretrained joins all files beside it
 DISTRIBUTED_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -50,6 +54,7 @@ def read_tensors(place: Path, settings: dict[str, Any]) -> tuple[dict[str, Tenso
             read = load_file(place / file)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file} cannot be read ({error}); download it again") from error
+        check_digest(place / file, read)
         for name in read.keys() & tensors:
             one, other = tensors[name], read[name]
             if one.dtype != other.dtype or not one.equal(other):
@@ -63,6 +68,29 @@ def read_tensors(place: Path, settings: dict[str, Any]) -> tuple[dict[str, Tenso
     if not strays:
         return tensors, []
     return tensors, [f"reads {source}, as from_pretrained does; not read: {', '.join(strays)}"]
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """The sha256 of names, types, shapes and values, in the order of the names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def check_digest(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise RunError if a file of scripts.export has other tensors than it was written with.
+
+    Other programs write no digest, nor do they keep it.
+    """
+    with safe_open(path, "pt") as file:
+        written = (file.metadata() or {}).get(DIGEST)
+    if written and written != hash_tensors(tensors):
+        raise RunError(
+            f"{path.name}: damaged: its weights differ from those that were exported (sha256); "
+            "export or download it again"
+        )
 
 
 def find_weights(place: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from numerics import assert_near, seeded, tolerance
-from runs import all_logits, column, meet_in, modules_in, start_ranks
+from runs import all_logits, column, largest_file, meet_in, modules_in, start_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
@@ -786,6 +786,14 @@ def test_export_and_check(run, tmp_path, call):
         "run": "tiny",
         "weights": "step_00000004",
     }
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, call):
+    for size in (20_000, 500):  # the weights, or a smaller file, do not fit
+        with largest_file(size):
+            said = call(export.main, run, tmp_path / "out", code=2)
+        assert "out" in said and said.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_other_weights_behind_a_link(run, tmp_path, call):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import Payload
 from numerics import assert_near, seeded, tolerance
-from runs import ALONE, all_logits, checkpoints, column, end, meet_in, run, start_ranks
+from runs import ALONE, all_logits, checkpoints, column, end, flip, meet_in, run, start_ranks
 from safetensors.torch import load_file, save_file
 
 import configure
@@ -346,6 +346,24 @@ def test_damaged_files_are_refused(tiny, copy, canary):
     assert "config.json is unreadable (Expecting" in refused(config)
     (copy / "config.json").unlink()
     assert "neither a config.json of transformers nor a run's" in refused(config)
+
+
+def test_one_flipped_bit_of_an_export_is_refused(tiny, source, tmp_path):
+    """As transformers saves it again, it has no digest, and starts."""
+    out = tmp_path / "export"
+    assert export.main([str(folder.path_of(source)), str(out)]) == 0
+    config = start_from(tiny, source, f"train.init_from={out}")
+    start(config)
+    file = out / "model.safetensors"
+    intact = file.read_bytes()
+    first_value = 8 + int.from_bytes(intact[:8], "little")  # after the header
+    for byte in (first_value, (first_value + len(intact)) // 2, len(intact) - 1):
+        for bit in (0, 7):
+            flip(file, 8 * byte + bit)
+            assert "model.safetensors: damaged: its weights differ" in refused(config)
+            file.write_bytes(intact)
+    save_file(load_file(file), file, {"format": "pt"})
+    start(config)
 
 
 def test_place_without_weights_is_refused(tiny, source):

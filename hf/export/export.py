@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from data.tokenizer import Tokenizer, token_bytes
 from eval.trained import Trained, add_run_arguments, load_run
 from hf.formats import FORMATS, OPEN_MOES
 from hf.tokenizer_files import write_json, write_tokenizer
+from hf.weight_files import DIGEST, ONE_FILE, hash_tensors
 from model import GPT, count_parameters
 from router import Router, find_spec
 from runtime import RunError
@@ -163,10 +165,15 @@ def export_run(
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
         folder = Path(private, out.name)
         folder.mkdir()  # readable by others, unlike its parent
-        save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers needs "pt"
+        # transformers needs "pt"
+        labels = {"format": "pt", DIGEST: hash_tensors(state)}
+        try:
+            save_file(state, folder / ONE_FILE, labels)
+        except SafetensorError as error:  # also a full disk
+            raise RunError(f"{out}: its weights cannot be written ({error}); make room") from error
         write_json(folder / "config.json", config)
         # safetensors writes 0600
-        shutil.copymode(folder / "config.json", folder / "model.safetensors")
+        shutil.copymode(folder / "config.json", folder / ONE_FILE)
         write_json(folder / "generation_config.json", generation)
         write_tokenizer(tokenizer, folder, model.block_size)
         shutil.copy(trained.folder / "config.toml", folder)
