@@ -194,7 +194,7 @@ class RunFolder:
         with describe_write_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             sync_folder(self.path.parent)
-            file = (self.path / "lock").open("a+")
+            file = (self.path / "lock").open("a+", errors="replace")
         with file:
             try:
                 take_lock(file)
@@ -212,8 +212,10 @@ class RunFolder:
                 )
             with describe_write_errors(self.path):
                 file.truncate(0)
-                file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-                file.flush()
+                owner = f"process {os.getpid()} on {os.uname().nodename}\n"
+                os.write(
+                    file.fileno(), owner.encode()
+                )  # a buffer would be written again at the end
             checkpoint.remove_partial_saves(self.checkpoints)
             yield
 

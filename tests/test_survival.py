@@ -636,6 +636,13 @@ def test_lost_lines_and_damaged_arrays_are_named(tiny, tmp_path, capsys, lost):
                 evaluations.remove(8)
 
 
+def test_full_disk_at_the_claim_names_the_folder(main, tiny, capsys):
+    with runs.largest_file(0):
+        assert main() == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert f"{folder.path_of(tiny())} cannot be written" in line and "Make room" in line
+
+
 # ---- another process, between plan and claim
 @pytest.mark.parametrize("steps, lr, change", [(3, "3e-3", "step 2 -> 3"), (2, "1e-3", "optim.lr")])
 def test_a_run_that_changed_since_it_was_planned_is_left_alone(
