@@ -175,7 +175,9 @@ def end(config: Config) -> End:
     tensors = {
         name: file["sha256"] for name, file in manifest["files"].items() if name != ".metadata"
     }
-    return End(lines, tensors, manifest["facts"])
+    facts = dict(manifest["facts"])
+    del facts["logged"]  # steps of `lines`, without an evaluation that was done after the save
+    return End(lines, tensors, facts)
 
 
 @contextmanager
