@@ -39,10 +39,23 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
             raise
         except (ValueError, OSError) as error:
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {describe_error(error)}", file=sys.stderr)
             return 2
 
     return run
+
+
+def describe_error(error: ValueError | OSError) -> str:
+    """The message of an error; that of an OSError starts with its path and says what it is."""
+    path = getattr(error, "filename2", None) or getattr(error, "filename", None)
+    if isinstance(error, IsADirectoryError):
+        return f"{path}: a folder, where a file is needed"
+    # FileExistsError: a folder that is to be created
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{path}: a file is where a folder is needed"
+    if isinstance(error, FileNotFoundError):
+        return f"{path}: no such file or folder"
+    return str(error)
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:

@@ -56,7 +56,9 @@ def format_bytes(size: float) -> str:
     """A number of bytes as text, such as "1.9 GiB"."""
     if size >= 2**29:
         return f"{size / 2**30:.1f} GiB"
-    return f"{size / 2**20:.1f} MiB"
+    if size >= 2**19:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**10:.1f} KiB"
 
 
 def markdown_table(head: Cells, rows: Sequence[Cells], gap: str = " ") -> str:
@@ -78,3 +80,12 @@ def markdown_table(head: Cells, rows: Sequence[Cells], gap: str = " ") -> str:
 def escape_html(text: str) -> str:
     """Escape & and <, so that a Markdown renderer shows the text and does not read it as HTML."""
     return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def escape_controls(text: str) -> str:
+    """Write control characters as their hexadecimal codes, except for line breaks and tabs."""
+    escapes = {}
+    for code in (*range(0x20), *range(0x7F, 0xA0)):
+        if chr(code) not in "\n\t":
+            escapes[code] = f"\\x{code:02x}"
+    return text.translate(escapes)

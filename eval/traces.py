@@ -7,6 +7,7 @@ N = W·T, K experts chosen per token.
 
 import io
 import math
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -138,6 +139,8 @@ def read_trace(file: Path, trained: Trained) -> dict[str, np.ndarray]:
     model = trained.config.model
     run = trained.config.run.name
     with file.open("rb") as opened:
+        if not zipfile.is_zipfile(file):
+            raise RunError(f"{file} is not a routing trace (no .npz); write one with --trace")
         try:
             archive = np.load(opened)
             trace = {name: archive[name] for name in FIELDS}

@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--out", type=Path, help="folder; its report is replaced (default: report-NAME by the runs)"
     )
     args = parser.parse_args(argv)
+    if args.out and args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out}: a file, not a folder; name another")
     require_packages("matplotlib", "scipy")
     from report.page import read_report, write_report
 

@@ -1,5 +1,6 @@
 """The report of some runs: which blocks it has, in which order."""
 
+import math
 import re
 import tomllib
 from argparse import Namespace
@@ -37,6 +38,8 @@ def read_report(args: Namespace) -> Report:
     Raises:
         ValueError: they are no runs, or cannot be compared, or an argument does not fit them.
     """
+    if not 0 <= args.margin < math.inf:
+        raise ValueError(f"--margin {args.margin:g}: expected 0 or more nats")
     runs, left_out = read_evaluated_runs(args.runs)
     groups, notes = group_runs(runs, args.over)
     names = set()

@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser("scripts.draw", __doc__)
     parser.add_argument("file", type=Path, help="routing.json of eval.routing")
     file = parser.parse_args(argv).file
+    if file.is_dir():
+        written = sorted(str(path) for path in file.rglob("routing.json"))
+        remedy = f"name a file, such as {written[0]}" if written else "run eval.routing first"
+        raise ValueError(f"{file}: a folder; {remedy}")
     require_packages("matplotlib")
     try:
         figure = plot_loads(json.loads(file.read_text("utf-8")))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from common.command import build_parser, command, run_command
+from common.text import escape_controls
 from data.tokenizer import Tokenizer
 from eval.generation import SamplingParams, continue_prompts
 from eval.trained import add_device_argument, add_run_arguments, load_run, set_up_device
@@ -28,6 +29,7 @@ def print_continuations(
 ) -> None:
     """Print prompts and continuations: a single one while it is sampled, several at the end."""
     alone = len(prompts) == 1
+    show = escape_controls if sys.stdout.isatty() else str
     printed = ""
     texts: list[list[int]] = []  # token ids of each prompt and its continuation so far
     start = time.perf_counter()
@@ -37,14 +39,14 @@ def print_continuations(
         # a character waits for its last byte
         text = tokenizer.decode(texts[0]).rstrip("\ufffd") if alone else ""
         if len(text) > len(printed):
-            print(text[len(printed) :], end="", flush=True)
+            print(show(text[len(printed) :]), end="", flush=True)
             printed = text
     seconds = time.perf_counter() - start
     if alone:
-        print(tokenizer.decode(texts[0])[len(printed) :])
+        print(show(tokenizer.decode(texts[0])[len(printed) :]))
     else:
         for number, ids in enumerate(texts, 1):
-            print(f"--- {number} ---\n{tokenizer.decode(ids)}")
+            print(f"--- {number} ---\n{show(tokenizer.decode(ids))}")
     given = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
     sampled = sum(len(ids) for ids in texts) - given
     print(f"{sampled} tokens, {sampled / seconds:,.1f} tokens/s", file=sys.stderr)

@@ -15,7 +15,14 @@ from common import progress
 from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
 from common.progress import progress_bar
-from common.text import first_line, format_bytes, markdown_table, plural, text_table
+from common.text import (
+    escape_controls,
+    first_line,
+    format_bytes,
+    markdown_table,
+    plural,
+    text_table,
+)
 
 
 # ---- commands
@@ -33,6 +40,18 @@ def test_an_error_of_a_command_is_one_line_and_exit_code_2(error, capsys):
     for other in (TypeError("a bug"), BrokenPipeError(), KeyboardInterrupt()):  # pass through
         with pytest.raises(type(other)):
             command(raising(other))([])
+
+
+def test_an_error_of_a_path_starts_with_the_path(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    for call, said in [
+        (file.mkdir, f"{file}: a file is where a folder is needed"),
+        (tmp_path.read_bytes, f"{tmp_path}: a folder, where a file is needed"),
+        ((tmp_path / "x").read_bytes, f"{tmp_path}/x: no such file or folder"),
+        (lambda: write_atomic(tmp_path, "x"), f"{tmp_path}: a folder, where a file is needed"),
+    ]:
+        assert command(call)() == 2 and capsys.readouterr().err == f"error: {said}\n"
 
 
 def test_a_command_returns_its_code_and_shows_its_docstring_as_it_is(capsys):
@@ -117,7 +136,9 @@ def test_tables_align_numbers_to_the_right_and_escape_html():
         == "| a | b |\n| --- | --: |\n| &lt;x>\\|&amp; | 1 |"
     )
     assert [plural(1, "file"), plural(2000, "file")] == ["1 file", "2,000 files"]
-    assert [format_bytes(1_120_000), format_bytes(10**9)] == ["1.1 MiB", "0.9 GiB"]
+    sizes = [format_bytes(size) for size in (40_800, 1_120_000, 10**9)]
+    assert sizes == ["39.8 KiB", "1.1 MiB", "0.9 GiB"]
+    assert escape_controls("é\tb\n\x1b[2J\r\x9b") == "é\tb\n\\x1b[2J\\x0d\\x9b"
     assert [first_line(ValueError("one\ntwo")), first_line(KeyError())] == ["one", "KeyError"]
 
 

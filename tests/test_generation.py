@@ -180,6 +180,13 @@ def test_sample_prints_tokens_at_once_and_the_speed(trained, capsys, monkeypatch
     )
     assert sample.main([str(trained), "--prompt", "à", "--ignore-end", "--tokens", "7"]) == 0
     assert asked[1][2] == 7 and asked[1][-1] is None
+    # a terminal would obey control bytes, a file gets them as they are
+    for is_terminal, text in ((True, "\\x1b"), (False, "\x1b")):
+        written.clear()
+        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(generation, "generate", lambda *args: [[0x1B]])
+        assert sample.main([str(trained), "--prompt", "à"]) == 0
+        assert "".join(written[:-1]) == f"à{text}"
 
 
 def test_sample_refuses_bad_input(trained, tmp_path, call):

@@ -210,7 +210,9 @@ def test_bad_input(tmp_path, call):
     for arguments, said in [
         ([tmp_path / "kernel"], "no such folder"),
         ([kern, "--baseline", "softmx"], "--baseline 'softmx': the runs have kern"),
-        ([kern, "--out", kern / "config.toml/x"], "Not a directory"),
+        ([kern, "--out", kern / "config.toml"], "a file, not a folder"),
+        ([kern, "--margin", "-1"], "--margin -1: expected 0 or more"),
+        ([kern, "--out", kern / "config.toml/x"], "a file is where a folder is needed"),
     ]:
         error = call(report.main, *arguments, code=2)
         assert said in error and len(error.splitlines()) == 1 and error.startswith("error: ")

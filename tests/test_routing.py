@@ -442,4 +442,4 @@ def test_damaged_traces_are_refused(sources, says, call, tmp_path):
 def test_a_file_that_is_no_trace_is_refused(sources, call, write):
     file = write("no trace", "bad.npz")
     said = call(routing.main, sources / "runs/ids", "--replay", file, code=2)
-    assert "is not a routing trace (" in said
+    assert "is not a routing trace (no .npz); write one with --trace" in said
