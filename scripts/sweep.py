@@ -36,6 +36,7 @@ from common.cores import count_cores
 from common.text import format_bytes, plural
 from configure import Config, ConfigError
 from configure.schema import select_keys
+from data import DataError
 from data.mixture import check_sets
 from runtime import RunError, checkpoint, folder
 from runtime.branch import find_branch
@@ -145,6 +146,8 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     if not args.slurm:
         check_points(file, left, len(shares[0]), with_files=not args.dry_run)
     print(format_totals(points, left, args.mfu), flush=True)
+    if args.slurm or args.dry_run:
+        warn_of_data(left)
     if args.slurm:
         if left:
             write_slurm_array(args.slurm, file, left, args.parallel)
@@ -200,9 +203,25 @@ def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> 
         trained_before = Path(point.config.train.branch_from) in folders
         if not trained_before and not checkpoint.steps(point.folder / "checkpoints"):
             find_branch(point.config)
-    sets = {(*point.config.data.folders, point.config.model.vocab_size) for point in left}
-    for *data, vocab_size in sorted(sets):
-        check_sets(data, vocab_size)
+    for folders_of_sets, vocab_size in list_sets(left):
+        check_sets(folders_of_sets, vocab_size)
+
+
+def list_sets(points: list[Point]) -> list[tuple[tuple[Path, ...], int]]:
+    """The folders of data that the points read, each combination once with its vocab_size."""
+    sets = set()
+    for point in points:
+        sets.add((tuple(point.config.data.folders), point.config.model.vocab_size))
+    return sorted(sets)
+
+
+def warn_of_data(points: list[Point]) -> None:
+    """Print which data the points lack here; they may run on another machine."""
+    for folders_of_sets, vocab_size in list_sets(points):
+        try:
+            check_sets(folders_of_sets, vocab_size, reads_large=False)
+        except DataError as error:
+            print(f"warning: {error}", file=sys.stderr)
 
 
 def list_points(file: str, overrides: list[str], scale: float | None = None) -> list[Point]:

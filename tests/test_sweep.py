@@ -436,6 +436,14 @@ def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm,
         assert (tmp_path / "started").read_text().startswith("4 ")
 
 
+@pytest.mark.parametrize("option", ["--dry-run", "--slurm=FILE"])
+def test_missing_data_is_named_where_nothing_is_trained(sweep_file, tmp_path, option, capsys):
+    words = [str(sweep_file), option.replace("FILE", f"{tmp_path}/x")]
+    assert sweep.main(words) == 0 and capsys.readouterr().err == ""
+    assert sweep.main([*words, "--data.name=none"]) == 0
+    assert re.fullmatch("warning: .*/none: no such data set.*\n", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("code", [75, 0])
 def test_slurm_job_is_requeued_if_time_ended_it_before_it_finished(tmp_path, slurm, code):
     """The signal before the time limit reaches torchrun, which ignores it, and its ranks, which
