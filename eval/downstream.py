@@ -117,6 +117,7 @@ def evaluate_tasks(
                 print(name, flush=True)
             results = score_task(name, loaded, adapter, args.num_fewshot, args.limit)
             if not ranks.rank:
+                (folder / "tasks").mkdir(parents=True, exist_ok=True)
                 body = {"key": keys[name], "results": results}
                 write_atomic(folder / "tasks" / f"{name}.json", json.dumps(body, indent=1) + "\n")
 
@@ -275,7 +276,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     limit = f"_limit{args.limit}" if args.limit else ""
     folder = args.run / "eval" / f"{trained.label}{name_fewshot(args)}{limit}"
     shared = result_key(args.run, trained, dtype, args.tasks_dir)
-    (folder / "tasks").mkdir(parents=True, exist_ok=True)
     with distributed.process_group(device, trained.config.train.timeout_minutes) as ranks:
         adapter = Adapter(Scorer(trained.model.to(ranks.device), dtype, ranks), tokenizer)
         evaluate_tasks(manager, adapter, folder, shared, args)

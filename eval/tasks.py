@@ -48,6 +48,7 @@ TASKS = {
 }
 # where lm-evaluation-harness has the TASKS
 FOLDERS = ("arc", "hellaswag", "piqa", "sciq", "winogrande")
+HUB_PATIENCE = 10.0  # seconds that the hub has to answer; not measured
 FEWSHOT_SEED = 1234  # the harness' own
 
 TaskMetrics = dict[str, Any]  # {metric: value, "documents": count} of one task
@@ -133,6 +134,21 @@ def write_task_spec(
     return str(path)
 
 
+def use_cache_if_offline() -> None:
+    """Let the libraries of the Hugging Face hub read only their cache if the hub does not answer.
+
+    They would ask six times, for 23 seconds, before they look there.
+    """
+    import datasets
+    from huggingface_hub import constants, utils
+
+    try:
+        utils.get_session().head(constants.ENDPOINT, timeout=HUB_PATIENCE)
+    except Exception:  # its HTTP client differs by version, and so do the errors
+        datasets.config.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = True
+
+
 def load_tasks(
     manager: "TaskManager", names: Iterable[str], folder: Path | None, scratch: str | Path
 ) -> dict[str, Any]:
@@ -153,6 +169,8 @@ def load_tasks(
     import datasets
 
     datasets.disable_progress_bars()
+    if names and not folder:
+        use_cache_if_offline()
     loaded = {}
     for name in names:
         try:

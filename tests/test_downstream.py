@@ -391,6 +391,7 @@ def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch, evaluate
 
 def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
     import datasets
+    from huggingface_hub import constants
 
     def error(*arguments):
         assert call(*arguments) == 2
@@ -416,7 +417,13 @@ def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
         raise ConnectionError("Couldn't reach 'allenai/sciq' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody answers
+    shutil.rmtree(run / "eval")
     said = error(run, "--tasks", "sciq")
+    assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
+    assert not (run / "eval").exists()
     assert "(ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said
     assert "sciq.jsonl (--tasks-dir" in said
 
