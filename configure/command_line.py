@@ -118,6 +118,7 @@ def tell_torchrun(error: str) -> None:
     """Leave an error for torchrun, which prints it after its own trace."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        body = {"message": f"error: {error}", "timestamp": int(time.time())}
+        details = {"timestamp": str(int(time.time()))}
+        body = {"message": {"message": f"error: {error}", "extraInfo": details}}
         with suppress(OSError):
             Path(file).write_text(json.dumps(body))

@@ -126,10 +126,10 @@ def test_step(tiny_file, run_bench, timed, monkeypatch):
     ]
     rows, printed = run_bench("step", tiny_file, *keys)
     assert [row["alternative"] for row in rows] == [
-        "dense, false",
-        "dense, true",
-        "kern, false",
-        "kern, true",
+        "dense, document_mask=false",
+        "dense, document_mask=true",
+        "kern, document_mask=false",
+        "kern, document_mask=true",
     ]
     assert [row["ratio"] for row in rows] == [1, 1, 2, 2]
     assert [row["tokens/s"] for row in rows] == [1024, 1024, 512, 512]  # 8 · 32 a step
@@ -138,7 +138,7 @@ def test_step(tiny_file, run_bench, timed, monkeypatch):
     flops = 6 * (2 * (4096 + 1024 + 256) + 8224) + 12 * 2 * 32 * 32
     mfu = [(flops - 6 * 2 * 256) * 1024 / 1e9, flops * 512 / 1e9]
     assert [row["MFU"] for row in rows[::2]] == [pytest.approx(value) for value in mfu]
-    assert re.search(r"kern, true +float32 +500.000 +512.000 +2.000", printed)
+    assert re.search(r"kern, document_mask=true +float32 +500.000 +512.000 +2.000", printed)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -182,6 +182,7 @@ def test_router_beside_a_step(tiny_file, run_bench, timed):
 @pytest.mark.parametrize("arguments, message", [
     (["moe", "--json=/no-such-folder/x.json"], "/no-such-folder"),
     (["step", "FILE", "--model.n_layr=1"], "did you mean 'model.n_layer'?"),
+    (["moe", "--rounds=0"], "--rounds 0: expected 1 or more"),
     (["moe", "--model.n_layer=1"], "takes no config keys"),
     (["moe", "--shape", "8", "8", "8", "8", "9"], "K at most E"),
     (["router", "FILE", "--model.router=dense"], "dense has no router: set --model.router=kern"),
@@ -214,10 +215,10 @@ def test_gpu_check_rehearses_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert figures["about"]["device"] == "cpu" and len(figures["errors"]["kernels float32"]) == 5
     rows = figures["step float32"]["rows"]
     assert [row["alternative"] for row in rows] == [
-        "dense, off",
-        "dense, on",
-        "kern, off",
-        "kern, on",
+        "dense, cuda_graph=off",
+        "dense, cuda_graph=on",
+        "kern, cuda_graph=off",
+        "kern, cuda_graph=on",
     ]
     assert (tmp_path / "kern-compile-off.trace.json.gz").exists()
 

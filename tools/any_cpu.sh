@@ -19,16 +19,16 @@ else
     for seed in {1..20}; do settings+=("TEST_SEED=$seed"); done
     at_size=("$oldest" TEST_SEED={1..3})
 fi
-failed=0
+failed=0 any=0
 run() {  # tests with mark $1 under each further setting
     local mark=$1 setting printed code word
     for setting in "${@:2}"; do
         code=0 word=ok
         printed=$(env ${setting//_=/} python -m pytest -n 2 -m "$mark" "${arguments[@]}" 2>&1) || code=$?
         case $code in
-            0) ;;
-            5) word="no test" ;;  # has this mark and is named by the arguments
-            *) word=FAILED failed=1 ;;
+            0) any=1 ;;
+            5) echo "no test  $mark  ${arguments[*]}"; return ;;  # nor under the other settings
+            *) word=FAILED failed=1 any=1 ;;
         esac
         echo "$word  $mark  ${setting//_=/}"
         if [ "$word" = FAILED ]; then tail -n 40 <<<"$printed"; fi
@@ -37,4 +37,5 @@ run() {  # tests with mark $1 under each further setting
 arguments=("$@")
 run "numerics and not integration" "${settings[@]}"
 run "numerics and integration" "${at_size[@]}"
+[ $any = 1 ] || exit 5  # as pytest where it finds no test
 exit $failed

@@ -42,6 +42,7 @@ import kernels.triton_linear as triton_linear
 import kernels.triton_norm as triton_norm
 import kernels.triton_router as triton_router
 from common.command import build_parser, command, run_command
+from common.text import plural
 from kernels.cross_entropy import gradient_scale
 from router import KERN
 
@@ -291,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     if triton_experts.INTERPRETED:
         raise ValueError("TRITON_INTERPRET is set, which compiles nothing: unset it")
     jobs = list(product(args.sm, args.dtype, args.shape))
-    print(f"Triton {triton.__version__}")
+    print(f"Triton {triton.__version__}; {plural(len(jobs), 'job')} (all 54: 5 minutes of a core)")
     print(LINE.format(*HEAD))
     n_fault = 0
     with multiprocessing.get_context("fork").Pool() as pool:

@@ -116,8 +116,8 @@ def main(argv: list[str] | None = None) -> int:
             differences = compare_losses(losses[router], golden.get(router, {}))
             worst = max(differences.values())
             different = [name for name, value in differences.items() if value > tolerance]
-            first = different[0] if different else None
-            print(f"{router:15} {worst:8.1e}  differs first: {first}", flush=True)
+            verdict = f"differs first: {different[0]}" if different else f"within {tolerance:g}"
+            print(f"{router:15} {worst:8.1e}  {verdict}", flush=True)
             largest = max(largest, worst)
     if args.json:
         rows = {router: {"cpu": golden[router], args.device: losses[router]} for router in losses}

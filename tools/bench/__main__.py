@@ -7,9 +7,10 @@
 step     a training step (forward, backward, clipping, AdamW; no auxiliary loss) on one micro-batch
          of random tokens
 router   the router alone, forward and backward, and its share of a training step; all routers
-unless some are named moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, and one
-dense MLP of as many FLOPs: TFLOP/s, the
-         share of a matmul's rate measured beside it, and the bytes kept for the backward pass
+         unless some are named
+moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, and one dense MLP of as many
+         FLOPs: TFLOP/s, the share of a matmul's rate measured beside it, and the bytes kept for the
+         backward pass
 
 A key given several times makes alternatives, of several such keys all combinations; ratios are to
 the first:
@@ -59,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     args, overrides = parser.parse_known_args(argv)
     if args.what == "moe" and overrides:
         raise ValueError(f"unknown options {' '.join(overrides)}: moe takes no config keys")
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: expected 1 or more")
     args.command = shlex.join(
         ["python", "-m", "tools.bench", *(sys.argv[1:] if argv is None else argv)]
     )

@@ -119,11 +119,12 @@ def start(
     configs = {}
     for point in product(*values.values()):
         config = configure.load(args.config, point)
-        varied = [
-            value
-            for key, _, value in (text.partition("=") for text in point)
-            if len(values[key]) > 1
-        ]
+        varied = []
+        for override in point:
+            key, _, value = override.partition("=")
+            if len(values[key]) > 1:
+                name = key.rpartition(".")[2]
+                varied.append(value if name == "router" else f"{name}={value}")
         configs[", ".join(varied) or config.model.router] = config
     device = distributed.pick_device(next(iter(configs.values())).train.device)
     return configs, Benchmark(args, device, " ".join([args.config, *overrides]), *notes)
