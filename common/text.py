@@ -26,14 +26,14 @@ def text_table(head: Cells, rows: Sequence[Cells], left: int = 1) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def escape_controls(text: str) -> str:
-    """Escape characters that do not print, such as newlines, with backslashes.
+def escape_controls(text: str, keep: str = "") -> str:
+    """Escape with backslashes what neither prints, such as newlines, nor is in `keep`.
 
     So names and logs cannot move a terminal's cursor, and bytes that are not UTF-8 can be printed.
     """
     characters = []
     for character in text:
-        if not character.isprintable():
+        if not character.isprintable() and character not in keep:
             character = character.encode("unicode_escape").decode()
         characters.append(character)
     return "".join(characters)
@@ -80,12 +80,3 @@ def markdown_table(head: Cells, rows: Sequence[Cells], gap: str = " ") -> str:
 def escape_html(text: str) -> str:
     """Escape & and <, so that a Markdown renderer shows the text and does not read it as HTML."""
     return text.replace("&", "&amp;").replace("<", "&lt;")
-
-
-def escape_controls(text: str) -> str:
-    """Write control characters as their hexadecimal codes, except for line breaks and tabs."""
-    escapes = {}
-    for code in (*range(0x20), *range(0x7F, 0xA0)):
-        if chr(code) not in "\n\t":
-            escapes[code] = f"\\x{code:02x}"
-    return text.translate(escapes)

@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from common.command import build_parser, command, run_command
 from common.text import escape_controls
@@ -18,6 +19,9 @@ from data.tokenizer import Tokenizer
 from eval.generation import SamplingParams, continue_prompts
 from eval.trained import add_device_argument, add_run_arguments, load_run, set_up_device
 from model import GPT
+
+# Besides what prints; the last three are spaces and the joiner of emojis.
+KEPT = "\n\t\u00a0\u3000\u200d"
 
 
 def print_continuations(
@@ -29,7 +33,7 @@ def print_continuations(
 ) -> None:
     """Print prompts and continuations: a single one while it is sampled, several at the end."""
     alone = len(prompts) == 1
-    show = escape_controls if sys.stdout.isatty() else str
+    show = partial(escape_controls, keep=KEPT) if sys.stdout.isatty() else str
     printed = ""
     texts: list[list[int]] = []  # token ids of each prompt and its continuation so far
     start = time.perf_counter()

@@ -138,7 +138,7 @@ def test_tables_align_numbers_to_the_right_and_escape_html():
     assert [plural(1, "file"), plural(2000, "file")] == ["1 file", "2,000 files"]
     sizes = [format_bytes(size) for size in (40_800, 1_120_000, 10**9)]
     assert sizes == ["39.8 KiB", "1.1 MiB", "0.9 GiB"]
-    assert escape_controls("é\tb\n\x1b[2J\r\x9b") == "é\tb\n\\x1b[2J\\x0d\\x9b"
+    assert escape_controls("é\tb\n\x1b[2J\r\x9b", "\t\n") == "é\tb\n\\x1b[2J\\r\\x9b"
     assert [first_line(ValueError("one\ntwo")), first_line(KeyError())] == ["one", "KeyError"]
 
 
