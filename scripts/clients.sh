@@ -83,7 +83,7 @@ if install vllm "${vllm_requirements[@]}"; then
     environment="$folder/vllm"
     try vllm -m tools.clients vllm "$folder"
 else
-    echo "vllm: not installed: $(grep -i -m 1 error "$folder/logs/pip-vllm.log") ($folder/logs/pip-vllm.log)"
+    echo "vllm: not installed: $(grep -i -m 1 error "$folder/logs/pip-vllm.log" | cut -c1-200) ($folder/logs/pip-vllm.log)"
     failed=1
 fi
 exit $failed
