@@ -109,3 +109,20 @@ def gate_sum(router: str, n_expert: int, top_k: int, tau: float, power: int = 1)
         return softmax_moments(n_expert, top_k, tau)[power - 1]
     # fact 2 of common/quadrature.py: direction and length are independent
     return top_sum(NUMERATORS[router] ** power, n_expert, top_k) / mean_norm(n_expert, power)
+
+
+def score_deviation(config: ModelConfig) -> float:
+    """Standard deviation over the experts of a fresh token's scores, to three digits; 1 if dense.
+
+    Sampled with a seed. The track gives rates of the selection bias in this unit.
+    """
+    spec = find_spec(config.router)
+    if spec is None:
+        return 1.0
+    tau = config.init_std * config.router_init_ratio * math.sqrt(config.n_embd)
+    generator = torch.Generator().manual_seed(0)
+    logits = tau * torch.randn(4096, config.n_expert, generator=generator, device="cpu")
+    with torch.random.fork_rng(devices=[]):
+        router = Router(1, config.n_expert, config.top_k, spec)
+    scores = router.choose(logits).scores  # (4096, E)
+    return float(f"{scores.std(-1).mean().item():.3g}")
