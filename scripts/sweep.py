@@ -317,9 +317,14 @@ def format_totals(points: list[Point], left: list[Point], mfu: float, gpu: str =
 
 
 def train_points(
-    file: str, points: list[Point], shares: list[list[str]], stop: Stop, announce: bool = False
+    file: str,
+    points: list[Point],
+    shares: list[list[str]],
+    stop: Stop,
+    announce: bool = False,
+    train: Path = TRAIN,
 ) -> Iterator[tuple[Point, int]]:
-    """Train points until `stop`, each on one of the `shares` of the GPUs.
+    """Train points by the file `train` until `stop`, each on one of the `shares` of the GPUs.
 
     Yields each point that ended with its exit code. A point that was stopped, by whomever, stops
     all: `stop.asked` says so. The output of points goes to their runs' train.log, unless they are
@@ -337,7 +342,7 @@ def train_points(
                 job.stop()
         while waiting and free and not stop.asked:
             point = waiting.pop(0)
-            running.append(start_point(file, point, free.pop(0), jobs_with_logs, announce))
+            running.append(start_point(file, point, free.pop(0), jobs_with_logs, announce, train))
         # a second Ctrl-C: the points were asked already, so keep waiting
         with suppress(KeyboardInterrupt):
             time.sleep(0.1)
@@ -351,9 +356,9 @@ def train_points(
 
 
 def start_point(
-    file: str, point: Point, gpus: list[str], jobs_with_logs: int, announce: bool
+    file: str, point: Point, gpus: list[str], jobs_with_logs: int, announce: bool, train: Path
 ) -> Job:
-    """Start train.py on `gpus`.
+    """Start `train`, a train.py, on `gpus`.
 
     Of several jobs each has a share of the cores, and its output goes to its run's train.log.
     """
@@ -364,7 +369,7 @@ def start_point(
     launcher = [sys.executable]
     if len(gpus) > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
-    command = [*launcher, TRAIN, file, *point.overrides]
+    command = [*launcher, train, file, *point.overrides]
     env = dict(os.environ)
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
