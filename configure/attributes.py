@@ -27,7 +27,6 @@ def key(
     fixed_by_weights: bool = False,
     exported: bool = False,
     track_option: bool = False,
-    track_balance: str = "",
     other_names: str = "",
     choices: Sequence[str] = (),
     **limits: Any,
@@ -57,7 +56,6 @@ def key(
         fixed_by_weights: initial weights (train.init_from) need the value that they had.
         exported: config.json of exports has it under its own name or transformers'.
         track_option: an entry of the track may set it.
-        track_balance: the track draws it; its tables call it this.
         other_names: what other projects call it, separated by spaces.
         choices: allowed values of a text that also has other values.
         **limits: ge, le, gt, lt, pattern and others of `pydantic.Field`.
@@ -76,7 +74,6 @@ def key(
         "fixed_by_weights": fixed_by_weights,
         "exported": exported,
         "track_option": track_option,
-        "track_balance": track_balance,
         "other_names": other_names,
     }
     if before is not None:

@@ -291,7 +291,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of a file by dotted key, and the axes of its [sweep] by their keys as text."""
     table = _read_toml(path)
     sweep = table.pop("sweep", {})
-    table.pop("track", None)  # a contest's protocol: track/protocol.py
+    table.pop("track", None)  # a contest's protocol: track/contest.py
     settings = _flatten(table)
     for section in SECTIONS:
         if settings.get(section) == {}:  # an empty section

@@ -429,7 +429,6 @@ class Train(Section):
         "weight of the balance loss, mean over layers; 0 disables",
         ge=0,
         report="option",
-        track_balance="loss",
     )
     balance_loss_scope: Literal["global", "sequence", "micro_batch"] = key(
         "global",
@@ -457,7 +456,6 @@ class Train(Section):
         "step of the selection bias under sign; 0 disables",
         ge=0,
         report="option",
-        track_balance="bias",
     )
     loss_spike: Literal["off", "warn", "skip"] = key(
         "off", "on a loss spike: warn, or skip the step", report_as={"warn": "off"}

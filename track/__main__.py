@@ -1,247 +1,243 @@
 """The router track: one fixed contest that says whether a router is better; see track/README.md.
 
-    python -m scripts.track enter kern --parallel 2                     a router of router.py
-    python -m scripts.track enter --spec "tanh, post=l2 over topk"      a formula, no code edited
-    python -m scripts.track enter kern-quantile --spec kern --set train.bias_update=quantile
-    python -m scripts.track enter mine --draft                          4 draws, 4 seeds, no record
-    python -m scripts.track verify track/records/cpu/*.json             check records, show verdicts
-    python -m scripts.track verify track/records/cpu/kern.json --rerun 100    train one seed again
-    python -m scripts.track table                                       write tables and picture
+    python -m scripts.track enter kern --parallel 2                     a listed entry, or a router
+    python -m scripts.track enter mine --spec "tanh, post=l2 over topk" --set model.n_hash_layer=1
+    python -m scripts.track enter mine --spec "tanh" --draft            rung 1 alone, no record
+    python -m scripts.track enter --all --parallel 2                    every listed entry
+    python -m scripts.track verify track/records/*/*.json               check records
+    python -m scripts.track verify track/records/edition-2/kern.json --rerun 8 --parallel 2
+    python -m scripts.track judge --base origin/main --parallel 2       what CI does with records
+    python -m scripts.track table                                       write the tables
 
-`enter` resumes where it was stopped. Its record is track/records/cpu/NAME.json; drafts stay in
-runs/.
+`enter` resumes where it was stopped. Entries are listed in the config file. A record is
+track/records/edition-2/NAME.json; drafts stay in runs/.
 """
 
 import re
 import sys
-import tempfile
 from argparse import Namespace
+from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import configure
 from common.command import build_parser, command, require_packages, run_command
 from common.text import plural, text_table
-from router import ROUTERS, find_spec
+from router import ROUTERS
 from runtime.preflight import check_settings
-from runtime.signals import EXIT_CODE, Stop
-from scripts.sweep import train_points
-from track import entry
-from track.protocol import OPTIONS, Protocol, Task, load_protocol, read_options
-from track.record import LARGEST, Record, find_record_faults, judged_runs, losses_of, read_record
+from runtime.signals import Stop
+from track import entry, verify
+from track.contest import OPTIONS, Protocol, load_protocol
+from track.record import REPO_ROOT, is_training_code, read_record, run_git
+from track.table import build_table, load_complete, write_tables
 
-CPU = "config/track/cpu.toml"
+FILE = "config/track/edition-2.toml"
+PRINTED = 9  # columns of the table that `enter` prints; track/README.md has all
 
 
 @command
 def main(argv: list[str] | None, stop: Stop) -> int:
-    """Run one of the three commands."""
+    """Run one of the four commands."""
     parser = build_parser("scripts.track", __doc__)
     parser.add_argument(
-        "--track", default=CPU, metavar="FILE", help="the protocol (default: config/track/cpu.toml)"
+        "--track", default=FILE, metavar="FILE", help=f"the rules (default: {FILE})"
     )
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("enter", help="tune, judge and record a router").add_argument
-    add("name", nargs="?", default="", help="a router of router.py; with --spec, the entry's name")
+    add("name", nargs="?", default="", help="a listed entry, a router, or a new name with --spec")
+    add("--all", action="store_true", help="every entry of the config file, one after the other")
     add("--spec", metavar="FORMULA", help='such as "tanh, post=l2 over topk, gamma, c=2"')
     add(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help=f"what the entry sets: {', '.join(OPTIONS)}",
+        help=f"of {', '.join(OPTIONS[1:])}",
     )
+    add("--draft", action="store_true", help="rung 1 alone, no record; code may be uncommitted")
+    add_parallel(add)
+    add = commands.add_parser("verify", help="check records").add_argument
+    add("records", nargs="+", type=Path, metavar="RECORD")
+    add("--rerun", type=int, metavar="K", help="train K judged runs of a record again, 4 or more")
+    add_parallel(add)
+    add = commands.add_parser("judge", help="judge new records by seeds of the commit").add_argument
     add(
-        "--parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="runs at once, one thread each (default: 1)",
+        "--base", default="origin/main", metavar="COMMIT", help="what the branch left (%(default)s)"
     )
-    add(
-        "--draft",
-        action="store_true",
-        help="4 draws and 4 seeds, no record; code may be uncommitted",
-    )
-    verify = commands.add_parser("verify", help="check records and show their verdicts")
-    verify.add_argument("records", nargs="+", type=Path, metavar="RECORD")
-    verify.add_argument(
-        "--rerun",
-        type=int,
-        metavar="SEED",
-        help="train a judged seed of a record again and compare",
-    )
-    commands.add_parser("table", help="write the tables and the picture from all records")
+    add_parallel(add)
+    commands.add_parser("table", help="write the tables from all records")
     args = parser.parse_args(argv)
     require_packages("scipy")
     protocol = load_protocol(args.track)
+    if getattr(args, "parallel", 1) < 1:
+        raise ValueError(f"--parallel {args.parallel}: expected 1 or more")
     if args.command == "enter":
         return run_enter(protocol, args, stop)
     if args.command == "verify":
         return run_verify(protocol, args, stop)
-    return run_table(protocol)
+    if args.command == "judge":
+        return run_judge(protocol, args, stop)
+    write_tables(protocol, load_complete(protocol))
+    return 0
 
 
-def name_entry(protocol: Protocol, args: Namespace) -> tuple[str, str, dict[str, Any]]:
-    """Return the entry's name, its `model.router`, and its options.
+def add_parallel(add: Any) -> None:
+    """Add the option to a command."""
+    add("--parallel", type=int, default=1, metavar="N", help="runs at once, one core each")
+
+
+# ---- enter
+def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
+    """Enter one or all routers and print their verdicts."""
+    named = bool(args.name or args.spec or args.set)
+    if args.all == named:
+        raise ValueError("name one entry, or give --all without a name, --spec or --set")
+    entries = protocol.entries
+    if named:
+        entries = dict([choose_entry(protocol, args)])
+    entered = protocol.as_draft() if args.draft else protocol
+    if not args.draft:
+        entry.check_committed()
+    for name, options in entries.items():
+        others = list(read_others(protocol, name))
+        # a draft may be a variant of anything; only an entry must be a router of its own
+        for fault in verify.find_router_faults(protocol, name, options, others):
+            if not args.draft or "enters once" not in fault:
+                raise ValueError(f"{name}: {fault}")
+        settings = [f"{key}={value}" for key, value in options.items()]
+        check_settings(configure.load(protocol.file, settings))
+    entry.prepare_data(protocol)
+    for name, options in entries.items():
+        code, path = entry.enter(entered, name, options, args.parallel, stop)
+        if code:
+            print(f"stopped; the record so far: {path}. The same command resumes", flush=True)
+            return code
+        print(f"{path}: complete", flush=True)
+        print_verdict(entered, path)
+    return 0
+
+
+def print_verdict(protocol: Protocol, path: Path) -> None:
+    """Print the table of all complete records, or of a draft and the reference on rung 1."""
+    records = load_complete(protocol.model_copy(update={"draft": False}))
+    if protocol.draft:
+        draft = read_record(path)
+        records = [other for other in records if other["name"] == protocol.reference]
+        records.append({**draft, "name": f"{draft['name']} (draft)"})
+    if any(record["name"] == protocol.reference for record in records):
+        head, rows = build_table(protocol, records)
+        print(text_table(head[:PRINTED], [row[:PRINTED] for row in rows]), flush=True)
+    else:
+        print(f"no verdict yet: enter {protocol.reference}, the reference", flush=True)
+
+
+def choose_entry(protocol: Protocol, args: Namespace) -> tuple[str, dict[str, Any]]:
+    """Return the entry's name and its options, settings equal to defaults left out.
 
     Raises ValueError if one of them is wrong.
     """
+    if args.name in protocol.entries and not args.spec and not args.set:
+        return args.name, protocol.entries[args.name]
     router = args.spec or args.name
     name = args.name or re.sub(r"[^a-z0-9.]+", "-", router.lower()).strip("-")
-    if not args.spec and router not in ROUTERS:
-        raise ValueError(
-            f"{name or 'NAME'!r} is no router of router.py: add its line to ROUTERS, or give --spec"
-        )
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
         raise ValueError(f"{name!r}: a name has small letters, digits, dots and dashes")
-    find_spec(router)
-    options = read_options(protocol.file, args.set)
-    if name in ROUTERS and (name != router or options):
+    if not args.spec and router not in ROUTERS:
         raise ValueError(
-            f"{name} is a router of router.py; give the entry a name of its own: "
-            f"NAME --spec {router}"
+            f"{name!r} is no router of router.py: add its line to ROUTERS, or give --spec"
         )
-    check_settings(configure.load(protocol.file, [f"model.router={router}", *args.set]))
-    return name, router, options
+    options: dict[str, Any] = {"model.router": router}
+    keys = [text.partition("=")[0] for text in args.set]
+    for key in keys:
+        if key not in OPTIONS[1:]:
+            raise ValueError(
+                f"--set {key}: an entry may set {' and '.join(OPTIONS[1:])}; all else is fixed or "
+                "drawn"
+            )
+    config = configure.load(protocol.file, args.set)
+    for key in keys:
+        value = attrgetter(key)(config)
+        if value != configure.KEYS[key]["default"]:
+            options[key] = value
+    return name, options
 
 
-def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
-    """Enter a router and print its verdict."""
-    if args.parallel < 1:
-        raise ValueError(f"--parallel {args.parallel}: expected 1 or more")
-    name, router, options = name_entry(protocol, args)
-    if not args.draft:
-        entry.check_committed()
-    entry.prepare_data(protocol)
-    entered = protocol.as_draft() if args.draft else protocol
-    code, path = entry.enter(entered, name, router, options, args.parallel, stop)
-    if code:
-        print(f"stopped; the record so far: {path}. The same command resumes", flush=True)
-        return code
-    print(f"{path}: complete", flush=True)
-    others = load_complete(protocol)
-    if args.draft:  # compared with the reference alone, so no other entry corrects it
-        others = [other for other in others if other["name"] == protocol.reference]
-        others.append({**read_record(path), "name": f"{name} (draft)"})
-    print_verdicts(protocol, others)
-    return 0
-
-
-def load_complete(protocol: Protocol) -> list[Record]:
-    """Read the records that have all judged runs of this protocol; others are named on stderr.
-
-    The reference may lack runs of other lengths.
-    """
-    records = []
+def read_others(protocol: Protocol, name: str) -> Iterator[dict[str, Any]]:
+    """Read the records of other entries, complete or not."""
     for path in sorted(protocol.records.glob("*.json")):
-        record = read_record(path)
-        if record["version"] != protocol.version or record["fixed_sha256"] != protocol.fixed_sha256:
-            reason = "of another protocol; scripts.track verify tells more"
-        elif not judged_runs(record).keys() >= set(protocol.judge_seeds):
-            reason = f"not complete; enter {record['name']} to resume"
-        elif path.stem != record["name"]:
-            reason = f"it is the record of {record['name']}: remove it, or give it that name"
-        else:
-            records.append(record)
-            continue
-        print(f"{path}: left out, {reason}", file=sys.stderr)
-    return records
+        if path.stem != name:
+            yield read_record(path)
 
 
-def print_verdicts(protocol: Protocol, records: list[Record]) -> None:
-    """Print a row for each record; verdicts are corrected for the number of records."""
-    from track.table import build_verdicts, judge_entries  # imports scipy
-
-    head, cells = build_verdicts(protocol, judge_entries(protocol, records))
-    print(text_table(head, cells), flush=True)
-
-
+# ---- verify and judge
 def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     """Check records; exit code 1 if one has a fault."""
-    if args.rerun is not None:
-        if len(args.records) > 1:
-            raise ValueError("--rerun takes one record")
-        return rerun(protocol, read_record(args.records[0]), args.rerun, stop)
-    faulty = False
-    paths: dict[Any, Path] = {}  # by name
-    for path in args.records:
-        faults = check_record(protocol, path, paths)
+    if args.rerun is not None and len(args.records) > 1:
+        raise ValueError("--rerun takes one record")
+    if not check_records(protocol, args.records):
+        return 1
+    if args.rerun is None:
+        return 0
+    entry.prepare_data(protocol)
+    record = read_record(args.records[0])
+    text, stands = verify.rerun(protocol, record, args.rerun, args.parallel, stop)
+    print(text, flush=True)
+    return int(not stands)
+
+
+def check_records(protocol: Protocol, paths: list[Path]) -> bool:
+    """Print the faults of records; return True if there are none."""
+    intact = True
+    for path in paths:
+        others = list(read_others(protocol, path.stem))
+        faults = verify.find_record_faults(protocol, path, others)
         print(f"{path}: {plural(len(faults), 'fault') if faults else 'intact'}", flush=True)
         for fault in faults:
             print(f"  {fault}")
-            faulty = True
-    if not faulty:
-        print_verdicts(protocol, load_complete(protocol))
-    return int(faulty)
+            intact = False
+    return intact
 
 
-def check_record(protocol: Protocol, path: Path, paths: dict[Any, Path]) -> list[str]:
-    """List the faults of a record's file; `paths` holds the paths of earlier records by name."""
-    faults = []
-    try:
-        record = read_record(path)
-        other = paths.setdefault(record.get("name"), path)
-        if other != path:
-            faults.append(f"{other} is an entry of the same name; keep one")
-        size = path.stat().st_size
-        if size > LARGEST:
-            faults.append(f"it has {size:,} bytes, at most {LARGEST:,} are allowed")
-        faults += find_record_faults(protocol, record, path.name)
-    except (ValueError, OSError) as error:
-        faults.append(str(error))
-    except (LookupError, TypeError, AttributeError) as error:
-        kind = type(error).__name__
-        faults.append(
-            f"a field is missing or wrong ({kind}: {error}); take it from its commit again"
-        )
-    return faults
-
-
-def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
-    """Train a judged seed again and compare its loss with the record's.
-
-    With the same processor and versions a run is bit-equal; elsewhere rounding changes the loss by
-    a few thousandths.
+def run_judge(protocol: Protocol, args: Namespace, stop: Stop) -> int:
+    """Judge the records that a branch adds: check them, and train their settings by its code.
 
     Returns:
-        0 if the losses are equal within the margin, else 1.
+        0 if all stand, or there is none; 1 if one has a fault or its runs say otherwise.
+
+    Raises:
+        ValueError: the branch changes code that trains besides router.py, or rules.
     """
-    judged = judged_runs(record)
-    if seed not in judged:
-        seeds = ", ".join(str(other) for other in judged)
-        raise ValueError(f"{record['name']} has no judged run of seed {seed}; it has {seeds}")
+    listed = run_git("diff", "--name-only", f"{args.base}...HEAD")
+    if listed.returncode:
+        raise ValueError(f"--base {args.base}: {listed.stderr.decode().strip()}")
+    folder = protocol.records.relative_to(REPO_ROOT).as_posix()
+    changed = listed.stdout.decode().split("\n")
+    paths = [REPO_ROOT / path for path in changed if re.match(f"{folder}/.*json$", path)]
+    paths = [path for path in paths if path.exists()]
+    if not paths:
+        print(f"no record in {folder} was changed since {args.base}: nothing to judge")
+        return 0
+    for path in changed:
+        rules = path.startswith(("config/track/", "track/text/")) or is_training_code(path)
+        if rules and path not in ("router.py", protocol.file):
+            raise ValueError(
+                f"{path}: a branch with an entry may change router.py and list the entry, so that "
+                "rules and trainer stay everyone's; put this change on a branch of its own"
+            )
+    if not check_records(protocol, sorted(protocol.records.glob("*.json"))):
+        return 1
+    entry.check_committed()
     entry.prepare_data(protocol)
-    task = Task("judge", judged[seed]["draw"], seed)
-    with tempfile.TemporaryDirectory() as folder:
-        points = [entry.make_point(protocol, record, task, Path(folder))]
-        code = EXIT_CODE
-        again = None
-        for point, exit_code in train_points(protocol.file, points, [[]], stop):
-            code = exit_code
-            again = entry.read_result(point.folder, task)
-    if code == EXIT_CODE or again is None:
-        print(f"{task.name}: ended with exit code {code} before its end")
-        return code
-    before = losses_of(record)[task]
-    now = losses_of({"runs": [again]})[task]
-    print(
-        f"{record['name']}, seed {seed}: recorded {before:.7f}, now {now:.7f}, "
-        f"difference {now - before:+.7f}"
-    )
-    # two runs that diverged are equal, too
-    return int(before != now and not abs(before - now) <= protocol.margin)
-
-
-def run_table(protocol: Protocol) -> int:
-    """Write the tables and the picture."""
-    require_packages("matplotlib")
-    from track import table
-
-    rows = table.judge_entries(protocol, load_complete(protocol))
-    picture = table.write_tables(protocol, rows)
-    print(f"{len(rows)} entries: {table.PAGE}, {table.FRONT_PAGE}, {picture}")
-    return 0
+    commit = run_git("rev-parse", "HEAD").stdout.decode().strip()
+    intact = True
+    records = {record["name"]: record for record in load_complete(protocol)}
+    for path in paths:
+        record = records[path.stem]
+        text, stands = verify.judge_again(protocol, record, commit, args.parallel, stop)
+        print(text, flush=True)
+        intact = intact and stands
+    return int(not intact)
 
 
 if __name__ == "__main__":

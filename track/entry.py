@@ -1,16 +1,16 @@
 """Enter a router: train the runs that the protocol asks for, and record each result at once."""
 
 import fcntl
-import hashlib
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -19,72 +19,67 @@ from typing import Any
 import numpy as np
 
 import configure
-from common.text import plural
+from common.text import format_bytes, plural
 from data.bins import read_meta, sha256_of
 from data.mixture import identify
+from model import parameter_shapes
 from report.runs import read_run
-from router import find_spec
 from runtime.distributed import device_name, pick_device
+from runtime.memory import estimate_memory
 from runtime.signals import EXIT_CODE, Stop
-from scripts.sweep import Point, train_points
-from track.protocol import REPO_ROOT, Protocol, Task
+from scripts.sweep import TRAIN, Point, train_points
+from track.contest import Protocol, Task, list_tasks, make_overrides
 from track.record import (
+    TRAINING_CODE,
     Record,
+    digest_code,
+    losses_of,
     missing_tasks,
     new_record,
-    options_of,
+    read_code,
     read_record,
-    task_of,
+    run_git,
     write_record,
 )
 
-# folders that train, besides the files at the top
-TRAINING_CODE = ["kernels", "runtime", "configure", "data", "common"]
 TIMED_ROUNDS = 40  # alternations of the two routers that `time_steps` measures (not measured)
 
 
-def start_record(
-    protocol: Protocol, path: Path, name: str, router: str, options: dict[str, Any]
-) -> Record:
-    """Make a new record, or read the one to resume.
-
-    Raises ValueError if the record is of another protocol or router.
-    """
-    fresh = new_record(protocol, name, router, options)
-    if not path.exists():
-        return fresh
-    record = read_record(path)
-    record["options"] = options_of(record)
-    for key, value in fresh.items():
-        if key not in ("runs", "made") and record[key] != value:
-            raise ValueError(
-                f"{path} has {key} {str(record[key]):.60}, this entry {str(value):.60}; "
-                "remove the record to begin again, or enter under another name"
-            )
-    return record
-
-
+# ---- before the first run
 def check_committed() -> None:
     """Raise ValueError if code that trains differs from its commit: a record names the commit."""
     paths = [":(glob)*.py", *TRAINING_CODE, "config/track", "track/text"]
     status = run_git("status", "--porcelain", "--", *paths)
     if status.returncode:
         raise ValueError(
-            f"{REPO_ROOT} is no git checkout, so a record could name no commit; "
-            f"clone it, or add --draft"
+            "this is no git checkout, so a record could name no commit; clone it, or add --draft"
         )
-    changed = status.stdout.split("\n")[0].strip()  # such as "M router.py"
-    if changed:
+    if status.stdout:
+        changed = status.stdout.decode().split("\n")[0]  # such as "M router.py"
         raise ValueError(
             f"{changed[2:].strip()} is not committed, and a record names a commit; "
             f"commit it, or --draft"
         )
 
 
-def run_git(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run git in the repository; the caller checks the exit code."""
-    command = ["git", "-C", str(REPO_ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def check_memory(protocol: Protocol, options: Mapping[str, Any], parallel: int) -> None:
+    """Raise ValueError if a rung's runs do not fit into the memory that is free."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # counts caches as free, too
+        (line,) = [line for line in meminfo.read_text().splitlines() if "MemAvailable" in line]
+        free = 1024 * int(line.split()[1])
+    for rung in range(len(protocol.rungs)):
+        config = protocol.load(rung, [f"{key}={value}" for key, value in options.items()])
+        if pick_device(config.train.device).type != "cpu":
+            continue  # train.py compares a GPU's memory
+        needed = sum(estimate_memory(config, parameter_shapes(config.model), "ddp", 1))
+        if needed * parallel > free:
+            raise ValueError(
+                f"rung {rung + 1} needs about {format_bytes(needed)} a run, {parallel} at a time, "
+                f"and {format_bytes(free)} are free: a smaller --parallel, or another machine; "
+                "nothing was started"
+            )
 
 
 def prepare_data(protocol: Protocol) -> None:
@@ -107,16 +102,34 @@ def prepare_data(protocol: Protocol) -> None:
         )
 
 
+def start_record(protocol: Protocol, path: Path, name: str, options: Mapping[str, Any]) -> Record:
+    """Make a new record, or read the one to resume.
+
+    Raises ValueError if the record is of another protocol or router.
+    """
+    fresh = new_record(protocol, name, options)
+    if not path.exists():
+        return fresh
+    record = read_record(path)
+    for key, value in fresh.items():
+        if key not in ("runs", "made") and record[key] != value:
+            raise ValueError(
+                f"{path} has {key} {str(record[key]):.60}, this entry {str(value):.60}; "
+                "remove the record to begin again, or enter under another name"
+            )
+    return record
+
+
+# ---- the runs
 def enter(
-    protocol: Protocol, name: str, router: str, options: dict[str, Any], parallel: int, stop: Stop
+    protocol: Protocol, name: str, options: Mapping[str, Any], parallel: int, stop: Stop
 ) -> tuple[int, Path]:
     """Train the runs that the entry's record lacks, and time its steps.
 
     Args:
         protocol: of the contest, or as a draft.
         name: of the entry.
-        router: `model.router`.
-        options: other settings of the entry.
+        options: `model.router` and what else the entry sets.
         parallel: runs at a time, one thread each.
         stop: asked between runs.
 
@@ -125,94 +138,122 @@ def enter(
 
     Raises:
         ValueError: another process trains the entry, its record is of another protocol or router,
-            or code that trains was changed meanwhile.
+            a rung does not fit into memory, or code that trains was changed meanwhile.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # a run must not depend on how many others run
-    provenance = describe_machine(protocol)
-    # Code, formula and options are in the name: runs of other code are not this entry's.
-    identity = [provenance["code_sha256"], repr(find_spec(router)), options]
-    folder_name = f"{name}-{sha256_of(identity)[:8]}"
-    if protocol.draft:
-        runs = protocol.runs / "drafts" / folder_name
-        path = runs.with_suffix(".json")
-    else:
-        runs = protocol.runs / "entries" / folder_name
-        path = protocol.records / f"{name}.json"
+    check_memory(protocol, options, parallel)
+    made = describe_machine(protocol)
+    # Code and options are in the folder's name: runs of other code are not this entry's.
+    kind = "drafts" if protocol.draft else "entries"
+    identity = sha256_of([made["code_sha256"], options, protocol.sha256])
+    runs = protocol.runs / kind / f"{name}-{identity[:8]}"
+    path = runs.with_suffix(".json") if protocol.draft else protocol.records / f"{name}.json"
     runs.mkdir(parents=True, exist_ok=True)
     with (runs / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{runs}: another process trains this entry; wait for it") from None
-        record = start_record(protocol, path, name, router, options)
-        start = time.monotonic()
-        runs_before = len(record["runs"])
+        record = start_record(protocol, path, name, options)
+        clock = Clock(protocol)
         while missing := missing_tasks(protocol, record):
-            print(f"{name}: {missing[0].round} round, {plural(len(missing), 'run')}", flush=True)
             failed = False
-            for point, task, code in train_tasks(protocol, record, missing, runs, parallel, stop):
+            points = [make_point(protocol, options, task, runs) for task in missing]
+            by_name = {task.name: task for task in missing}
+            for point, code in train(protocol, points, parallel, stop):
+                task = by_name[point.number]
                 run = read_result(point.folder, task)
                 if run is None:
                     failed = True
                     text = f"{task.name} failed with exit code {code}: {point.folder}/train.log"
                     print(text, file=sys.stderr, flush=True)
                     continue
-                add_run(protocol, record, run, provenance, path)
-                done = len(record["runs"])
-                seconds_per_run = (time.monotonic() - start) / (done - runs_before)
-                print_progress(run, done, protocol.count_tasks(name), seconds_per_run)
+                add_run(protocol, record, run, made, path)
+                shutil.rmtree(point.folder / "checkpoints", ignore_errors=True)
+                clock.print_progress(name, record, task)
             if stop.asked:
                 return EXIT_CODE, path
             if failed:
                 return 1, path
         if "step_ms" not in record and name != protocol.reference:
-            record["step_ms"] = time_steps(protocol, record)
+            record["step_ms"] = [
+                time_steps(protocol, options, r) for r in range(len(protocol.rungs))
+            ]
             write_record(path, record)
     return 0, path
 
 
-def train_tasks(
-    protocol: Protocol, record: Record, tasks: list[Task], folder: Path, parallel: int, stop: Stop
-) -> Iterator[tuple[Point, Task, int]]:
-    """Train tasks in `folder`; yield each run that ended, not stopped, with its exit code."""
-    by_name = {task.name: task for task in tasks}
-    points = [make_point(protocol, record, task, folder) for task in tasks]
-    for point, code in train_points(protocol.file, points, [[]] * parallel, stop):
+def train(
+    protocol: Protocol,
+    points: Sequence[Point],
+    parallel: int,
+    stop: Stop,
+    code: Path | None = None,
+) -> Iterator[tuple[Point, int]]:
+    """Train runs, by the code in a folder or of this checkout.
+
+    Yields each that ended, not stopped, with its exit code.
+    """
+    train_file = code / "train.py" if code else TRAIN
+    shares: list[list[str]] = [[] for _ in range(parallel)]
+    for point, exit_code in train_points(
+        protocol.file, list(points), shares, stop, train=train_file
+    ):
         # SIGTERM kills a run that does not listen yet; later it ends with EXIT_CODE.
-        if code not in (EXIT_CODE, -signal.SIGTERM):
-            yield point, by_name[point.number], code
+        if exit_code not in (EXIT_CODE, -signal.SIGTERM):
+            yield point, exit_code
 
 
-def print_progress(run: dict[str, Any], done: int, total: int, seconds_per_run: float) -> None:
-    """Print a finished run and the time to the end of the entry."""
-    loss = "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
-    minutes = seconds_per_run * (total - done) / 60
-    progress = f"{done} of {plural(total, 'run')}, about {minutes:.0f} min left"
-    print(f"{task_of(run).name}: {loss}; {progress}", flush=True)
+class Clock:
+    """Estimates the time to the end of an entry by the protocol's minutes of each run."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self.protocol = protocol
+        self.start = time.monotonic()
+        self.minutes_done = 0.0  # of the protocol
+
+    def minutes(self, tasks: Sequence[Task]) -> float:
+        """The protocol's minutes of runs on one thread."""
+        return sum(self.protocol.rungs[task.rung].minutes * task.length for task in tasks)
+
+    def print_progress(self, name: str, record: Record, task: Task) -> None:
+        """Print a run that has just been recorded, and the time that is left."""
+        losses = losses_of(record)
+        self.minutes_done += self.minutes([task])
+        # while the draws are tried, any of them stand for those that will be judged
+        as_if = {**dict.fromkeys(list_tasks(self.protocol, name, {}), 0.0), **losses}
+        missing = [task for task in list_tasks(self.protocol, name, as_if) if task not in losses]
+        pace = (time.monotonic() - self.start) / 60 / self.minutes_done
+        left = pace * self.minutes(missing)
+        loss = losses[task]
+        text = f"{loss:.4f}" if np.isfinite(loss) else "diverged"
+        print(
+            f"{name}: {task.name} {text}; {plural(len(missing), 'run')}, about {left:.0f} min left",
+            flush=True,
+        )
 
 
 def add_run(
-    protocol: Protocol, record: Record, run: dict[str, Any], provenance: dict[str, str], path: Path
+    protocol: Protocol, record: Record, run: dict[str, Any], made: Mapping[str, str], path: Path
 ) -> None:
     """Add a run to the record and write it.
 
-    Raises ValueError if the code that trains differs from that of `provenance`.
+    Raises ValueError if the code that trains differs from that of `made`.
     """
-    if describe_machine(protocol)["code_sha256"] != provenance["code_sha256"]:
+    if describe_machine(protocol)["code_sha256"] != made["code_sha256"]:
         raise ValueError(
-            f"{task_of(run).name}: code that trains was changed meanwhile; "
-            f"{path} has the runs before"
+            f"{record['name']}: code that trains was changed meanwhile; {path} has the runs before"
         )
-    if provenance not in record["made"]:
-        record["made"].append(provenance)
-    record["runs"].append({**run, "made": record["made"].index(provenance)})
+    if made not in record["made"]:
+        record["made"].append(made)
+    record["runs"].append({**run, "made": record["made"].index(made)})
     write_record(path, record)
 
 
-def make_point(protocol: Protocol, record: Record, task: Task, folder: Path) -> Point:
-    """Make the run of a task of an entry, in `folder`."""
-    settings = protocol.overrides(record["router"], task, options_of(record))
-    overrides = [*settings, f"--run.dir={folder}", f"--run.name={task.name}"]
+def make_point(protocol: Protocol, options: Mapping[str, Any], task: Task, folder: Path) -> Point:
+    """Make the run of a task, in `folder`."""
+    overrides = make_overrides(protocol, options, task)
+    overrides += [f"--run.dir={folder}", f"--run.name={task.name}"]
     return Point(task.name, overrides, configure.load(protocol.file, overrides))
 
 
@@ -233,9 +274,7 @@ def read_result(folder: Path, task: Task) -> dict[str, Any] | None:
         return result if stopped or run.diverged is not None else None
     first = run.evaluations[min(run.evaluations)]
     last = run.evaluations[run.max_steps]
-    speeds = list(run.series("perf/tokens_per_sec").values())
     result["loss"] = round(last["val/loss"], 7)
-    result["tokens_per_second"] = round(float(np.median(speeds)))
     if task.round == "judge":
         add_measures(result, first, last)
     return result
@@ -251,12 +290,12 @@ def add_measures(result: dict[str, Any], first: dict[str, Any], last: dict[str, 
         result["documents"].append([round(float(of_document.mean()), 7), len(of_document)])
     if "val/gate_norm" in last:
         result["gate_norm"] = [round(line["val/gate_norm"], 4) for line in (first, last)]
-    for name in ("load_imbalance", "dead_experts"):
+    for name in ("load_imbalance", "dead_experts", "zero_gates"):
         if f"val/{name}" in last:
             result[name] = round(last[f"val/{name}"], 3)
 
 
-def time_steps(protocol: Protocol, record: Record) -> dict[str, float]:
+def time_steps(protocol: Protocol, options: Mapping[str, Any], rung: int) -> dict[str, float]:
     """Time a training step of the reference and of the entry, in turn in one process, unbalanced.
 
     Returns:
@@ -266,8 +305,9 @@ def time_steps(protocol: Protocol, record: Record) -> dict[str, float]:
         ValueError: a step failed.
     """
     command = [sys.executable, "-m", "tools.bench", "step", protocol.file]
-    command += [f"--model.router={name}" for name in (protocol.reference, record["router"])]
-    hash_layers = options_of(record).get("model.n_hash_layer")
+    command += [f"--{override}" for override in protocol.rungs[rung].overrides]
+    command += [f"--model.router={name}" for name in (protocol.reference, options["model.router"])]
+    hash_layers = options.get("model.n_hash_layer")
     if hash_layers:  # only of the entry
         command += ["--model.n_hash_layer=0", f"--model.n_hash_layer={hash_layers}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -286,18 +326,10 @@ def time_steps(protocol: Protocol, record: Record) -> dict[str, float]:
 
 
 def describe_machine(protocol: Protocol) -> dict[str, str]:
-    """Describe where runs are made: commit and digests of the code, processor, versions, day."""
-    files = list(REPO_ROOT.glob("*.py"))
-    for folder in TRAINING_CODE:
-        files += (REPO_ROOT / folder).rglob("*.py")
-    code = {}
-    for file in files:
-        name = str(file.relative_to(REPO_ROOT))
-        code[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    """Describe where runs are made: commit and digest of the code, processor, versions, day."""
     return {
-        "commit": run_git("rev-parse", "HEAD").stdout.strip(),
-        "router_sha256": code["router.py"],
-        "code_sha256": sha256_of(code),
+        "commit": run_git("rev-parse", "HEAD").stdout.decode().strip(),
+        "code_sha256": digest_code(read_code()),
         "machine": device_name(pick_device(configure.load(protocol.file).train.device)),
         "torch": version("torch"),
         "numpy": version("numpy"),

@@ -1,282 +1,227 @@
-"""Judge the entries of a track; write the table in track/README.md and README.md, and a picture.
-
-Entries are compared by seed: Student's t over the differences, corrected by Holm's over the table.
-"""
+"""The contest's tables, from records: in track/README.md, and shorter in README.md."""
 
 import math
-import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from common.files import write_atomic
 from common.text import Table, markdown_table
-from report.comparisons import Difference, estimate_difference, judge_family
-from report.style import choose_style
-from track.protocol import BALANCE, REPO_ROOT, Protocol
-from track.record import Record, judged_runs, losses_of, options_of
+from report.comparisons import correct_holm
+from track.contest import (
+    Losses,
+    Protocol,
+    compare,
+    judge_sign,
+    measure_curve,
+    multiply_compute,
+    score_rung,
+)
+from track.record import REPO_ROOT, Record, losses_of, missing_tasks, read_record
 
 PAGE = REPO_ROOT / "track/README.md"
 FRONT_PAGE = REPO_ROOT / "README.md"
-MEASURES = [
-    "gate norm",
-    "load imbalance",
-    "dead experts",
-    "lr",
-    "router lr",
-    "w_out lr",
-    "balance",
-    "diverged",
-]
+ON_FRONT_PAGE = 5  # columns, without intervals
+BEGIN = "<!-- track: begin -->\n"
+END = "<!-- track: end -->"
 
 
-class JudgedEntry(NamedTuple):
-    """An entry of the table."""
+def load_complete(protocol: Protocol) -> list[Record]:
+    """Read the complete records of this protocol; others are named on stderr."""
+    records = []
+    for path in sorted(protocol.records.glob("*.json")):
+        record = read_record(path)
+        if record["protocol_sha256"] != protocol.sha256:
+            reason = "of another protocol; scripts.track verify tells more"
+        elif path.stem != record["name"]:
+            reason = f"it is the record of {record['name']}: remove it, or give it that name"
+        elif missing_tasks(protocol, record):
+            reason = f"not complete; enter {record['name']} to resume"
+        else:
+            records.append(record)
+            continue
+        print(f"{path}: left out, {reason}", file=sys.stderr)
+    return records
 
-    record: Record
-    mean: float  # loss of the judged seeds, nats per byte; infinite if one diverged
-    # {name: difference} from the reference and the second router, without itself
-    against: dict[str, Difference]
-    speedup: list[str] | None  # middle, low, high, see `effective_speedup`; None: unknown
+
+def rank_entries(protocol: Protocol, losses: Mapping[str, Losses]) -> dict[str, str]:
+    """Rank intervals: an entry is behind those that are decidedly lower (Holm over pairs, 5%)."""
+    names = list(losses)
+    pairs = [(a, b) for i, a in enumerate(names) for b in names[:i]]
+    rungs = range(len(protocol.rungs))
+    differences = [compare(protocol, losses[a], losses[b], rungs) for a, b in pairs]
+    corrected = correct_holm([difference.p_value() for difference in differences])
+    ahead = dict.fromkeys(names, 0)
+    behind = dict.fromkeys(names, 0)
+    for (a, b), difference, p in zip(pairs, differences, corrected, strict=True):
+        if p < 0.05 or math.isinf(difference.mean):
+            first, last = (a, b) if difference.mean < 0 else (b, a)
+            ahead[last] += 1
+            behind[first] += 1
+    return {name: f"{1 + ahead[name]}–{len(names) - behind[name]}" for name in names}
 
 
-def losses_by_seed(record: Record, round: str = "judge") -> dict[int, float]:
-    """Return {seed: loss} of the runs of a round; infinite where the run diverged."""
-    return {task.seed: loss for task, loss in losses_of(record).items() if task.round == round}
+def list_columns(protocol: Protocol) -> list[str]:
+    """The columns; the first ON_FRONT_PAGE are those of README.md."""
+    numbers = range(1, len(protocol.rungs) + 1)
+    columns = ["router"]
+    columns += [f"loss {number}" for number in numbers]
+    columns += ["sign", f"compute {numbers[-1]}", "rank", f"minus {protocol.reference}", "p"]
+    columns.append(f"within ±{protocol.margin:g}")
+    for number in numbers:
+        columns += [f"compute {number}", f"time {number}", f"dense {number}"]
+    columns += ["gate norm", "zero gates", "load imbalance", "dead experts", "diverged"]
+    return list(dict.fromkeys(columns))
 
 
-def subtract(entry: Record, other: Record) -> Difference:
-    """Estimate the mean difference of the losses, entry minus other, by Student's t over seeds.
-
-    A draft is compared by the reference's runs of the draft seeds, an entry by its judged seeds.
-
-    Returns:
-        The difference over the seeds that both have; infinite if a run of the entry diverged.
+def build_table(protocol: Protocol, records: Sequence[Record]) -> Table:
+    """Build the table, the entry with the lowest mean loss first.
 
     Raises:
-        ValueError: they share fewer than two seeds.
+        ValueError: there is no record of the reference, or a judged run of it diverged.
     """
-    first = losses_by_seed(entry)
-    second = losses_by_seed(other, "draft" if entry["draft"] else "judge")
-    shared = sorted(first.keys() & second.keys())
-    if len(shared) < 2:
-        raise ValueError(
-            f"{entry['name']} and {other['name']} share fewer than two seeds; enter both again"
-        )
-    differences = [first[seed] - second[seed] for seed in shared]
-    if math.inf in differences:
-        return Difference(math.inf, len(shared))
-    return estimate_difference(differences)
-
-
-def judge_entries(protocol: Protocol, entries: Sequence[Record]) -> list[JudgedEntry]:
-    """Judge the entries; return the rows of the table, the lowest mean loss first.
-
-    The differences from the reference are one family of tests, those from the second router
-    another. Nothing is compared with a router that has a diverged run. Raises ValueError as
-    `subtract` does.
-    """
-    records = {entry["name"]: entry for entry in entries}
-    against: dict[str, dict[str, Difference]] = {name: {} for name in records}
-    for other in (protocol.reference, protocol.second):
-        if other not in records or math.inf in losses_by_seed(records[other]).values():
-            continue
-        names = [name for name in records if name != other]
-        differences = [subtract(records[name], records[other]) for name in names]
-        judged = judge_family(differences, protocol.margin)
-        for name, difference in zip(names, judged, strict=True):
-            against[name][other] = difference
+    losses = {record["name"]: losses_of(record) for record in records}
+    finite = {}
+    for name, entry in losses.items():
+        if math.isfinite(sum(mean_losses(protocol, entry))):
+            finite[name] = entry
+    if protocol.reference not in finite:
+        raise ValueError(f"no judged record of the reference: enter {protocol.reference} first")
+    ranks = rank_entries(protocol, finite)
     rows = []
-    for name, entry in records.items():
-        mean = float(np.mean(list(losses_by_seed(entry).values())))
-        difference = against[name].get(protocol.reference)
-        speedup = None
-        if difference:
-            speedup = effective_speedup(protocol, records[protocol.reference], entry, difference)
-        rows.append(JudgedEntry(entry, mean, against[name], speedup))
-    return sorted(rows, key=lambda row: (row.mean, row.record["name"]))
+    for record in records:
+        name = record["name"]
+        means = mean_losses(protocol, losses[name])
+        cells = {"router": name, "rank": ranks.get(name, "")}
+        for number, mean in enumerate(means, 1):
+            cells[f"loss {number}"] = f"{mean:.4f}" if math.isfinite(mean) else "diverged"
+        if name != protocol.reference:
+            cells |= format_verdict(protocol, losses[name], losses[protocol.reference])
+            if name in finite:
+                cells |= format_multipliers(protocol, record, losses)
+        cells |= format_measures(record)
+        rows.append((sum(means), name, cells))
+    head = list_columns(protocol)
+    in_order = [cells for _, _, cells in sorted(rows, key=lambda row: row[:2])]
+    table = []
+    for cells in in_order + read_extra_rows(protocol):
+        table.append([cells.get(column, "") for column in head])
+    return head, table
 
 
-def loss_curve(protocol: Protocol, reference: Record) -> dict[float, float]:
-    """Average the reference's losses by length.
-
-    Returns:
-        {length: mean loss}, by increasing length. A length is the factor on the number of tokens;
-        its mean is over `length_seeds`.
-    """
-    by_task = losses_of(reference)
-    curve = {}
-    for length in sorted([1.0, *protocol.lengths]):
-        round = "judge" if length == 1 else "length"
-        losses = []
-        for task, loss in by_task.items():
-            if (task.round, task.length) == (round, length) and task.seed in protocol.length_seeds:
-                losses.append(loss)
-        if losses and math.inf not in losses:
-            curve[length] = float(np.mean(losses))
-    return curve
+def mean_losses(protocol: Protocol, losses: Losses) -> list[float]:
+    """The mean loss on each rung."""
+    return [score_rung(losses, rung).mean for rung in range(len(protocol.rungs))]
 
 
-def effective_speedup(
-    protocol: Protocol, reference: Record, entry: Record, difference: Difference
-) -> list[str] | None:
-    """Compute how much sooner the entry reaches its loss than the reference does, in time.
-
-    That is the length at which the reference reaches the entry's loss, log-linear between its
-    lengths, times the ratio of the times of a step. The interval is that of the difference; it
-    leaves out the errors of the reference's own curve and of the times.
-
-    Returns:
-        Middle, low and high (95%) as text, with "<" or ">" beyond the reference's lengths; None
-        if the times or the curve are missing, or a run of the entry diverged.
-    """
-    curve = loss_curve(protocol, reference)
-    if len(curve) < 2 or "step_ms" not in entry or math.isinf(difference.mean):
-        return None
-    faster = entry["step_ms"]["reference"] / entry["step_ms"]["entry"]
-    log_lengths = np.log2(list(curve))
-    losses = np.minimum.accumulate(list(curve.values()))  # interpolation needs a monotone curve
-    texts = []
-    for shift in (difference.mean, difference.high, difference.low):
-        loss = curve[1.0] + shift
-        length = float(2 ** np.interp(loss, losses[::-1], log_lengths[::-1]))
-        sign = {min(curve): "<", max(curve): ">"}.get(length, "")
-        texts.append(f"{sign}{faster * length:.2f}")
-    return texts
-
-
-def build_verdicts(protocol: Protocol, rows: Sequence[JudgedEntry]) -> Table:
-    """Build head and cells of the columns that are on both pages."""
-    cells = []
-    for row in rows:
-        name = row.record["name"]
-        loss = f"{row.mean:.4f}" if math.isfinite(row.mean) else "diverged"
-        first = format_difference(row.against.get(protocol.reference))
-        second = format_difference(row.against.get(protocol.second))
-        speedup = ""
-        if name == protocol.reference:
-            speedup = "1"
-        elif row.speedup:
-            speedup = "{} [{}, {}]".format(*row.speedup)
-        cells.append([name, loss, first, second, speedup])
-    head = [
-        "router",
-        "loss",
-        f"minus {protocol.reference}",
-        f"minus {protocol.second}",
-        "speed-up",
-    ]
-    return head, cells
-
-
-def format_difference(difference: Difference | None) -> str:
-    """Format a difference with its verdict; "" for None, the router itself."""
-    if difference is None:
-        return ""
-    verdict = f"**{difference.verdict}**"
-    return verdict if math.isinf(difference.mean) else f"{difference} {verdict}"
-
-
-def build_tables(protocol: Protocol, rows: Sequence[JudgedEntry]) -> dict[Path, str]:
-    """Build {page: its table as Markdown}."""
-    head, cells = build_verdicts(protocol, rows)
-    without_intervals = []
-    with_measures = []
-    for verdicts, row in zip(cells, rows, strict=True):
-        without_intervals.append([re.sub(r" \[.*?\]", "", cell) for cell in verdicts])
-        with_measures.append(verdicts + list(format_measures(row).values()))
-    full = markdown_table(head + MEASURES, with_measures, gap="")
-    diverged = []
-    for row in rows:
-        for task, loss in losses_of(row.record).items():
-            if math.isinf(loss):
-                diverged.append(f"{row.record['name']} {task.name}")
-    if diverged:
-        full += f"\n\nDiverged: {', '.join(diverged)}."
-    return {FRONT_PAGE: markdown_table(head, without_intervals, gap=""), PAGE: full}
-
-
-def format_measures(row: JudgedEntry) -> dict[str, str]:
-    """Format {column: cell} of the measures, means of the judged runs, and of the settings."""
-    record = row.record
-    runs = [run for run in judged_runs(record).values() if run["loss"] is not None]
-    settings: dict[str, Any] = record["summary"]["settings"]
-    routed = any("gate_norm" in run for run in runs)  # False for dense, which has few settings
-    cells = dict.fromkeys(MEASURES, "")
-    cells["load imbalance"] = format_measure(runs, "load_imbalance")
-    cells["dead experts"] = format_measure(runs, "dead_experts")
-    cells["lr"] = f"{settings['optim.lr']:g}"
-    cells["diverged"] = str(record["summary"]["diverged"])
-    if routed:
-        norms = [run["gate_norm"] for run in runs if "gate_norm" in run]
-        start, end = np.mean(norms, axis=0)
-        cells["gate norm"] = f"{start:.2f} → {end:.2f}"
-        cells["router lr"] = f"{settings['optim.router_lr_ratio']:g}"
-        cells["w_out lr"] = f"{settings['optim.expert_out_lr_ratio']:g}"
-        cells["balance"] = format_balance(record)
+def format_verdict(protocol: Protocol, entry: Losses, reference: Losses) -> dict[str, str]:
+    """Format {column: cell} of the comparison with the reference."""
+    difference = compare(protocol, entry, reference, range(len(protocol.rungs)))
+    cells = {"sign": f"**{judge_sign(protocol, difference)}**"}
+    if math.isfinite(difference.mean):
+        equivalent = difference.p_equivalent(protocol.margin) < 0.05
+        cells[f"minus {protocol.reference}"] = str(difference)
+        cells["p"] = f"{difference.p_value():.2g}"
+        cells[f"within ±{protocol.margin:g}"] = "yes" if equivalent else "not shown"
     return cells
 
 
-def format_measure(runs: Sequence[Mapping[str, Any]], measure: str) -> str:
-    """Format the mean of a measure over the runs that have it; "" if none has."""
-    values = [run[measure] for run in runs if measure in run]
-    return f"{np.mean(values):.1f}" if values else ""
+def format_multipliers(
+    protocol: Protocol, record: Record, losses: Mapping[str, Losses]
+) -> dict[str, str]:
+    """Format the compute multipliers on each rung: by compute, by the clock, against dense."""
+    reference = losses[protocol.reference]
+    cells = {}
+    for rung in range(len(protocol.rungs)):
+        curve = measure_curve(reference, rung)
+        ends = np.exp(curve[0, [0, -1]]).tolist()
+        difference = compare(protocol, losses[record["name"]], reference, [rung])
+        multiplier = multiply_compute(curve, difference)
+        cells[f"compute {rung + 1}"] = format_interval(multiplier, ends)
+        times = record["step_ms"][rung]
+        by_clock = times["reference"] / times["entry"]
+        cells[f"time {rung + 1}"] = format_interval(multiplier, ends, by_clock)
+        if "dense" in losses and record["name"] != "dense":
+            dense = multiply_compute(curve, compare(protocol, losses["dense"], reference, [rung]))
+            cells[f"dense {rung + 1}"] = format_interval(divide(multiplier, dense), [0, math.inf])
+    return cells
 
 
-def format_balance(record: Record) -> str:
-    """Format what balances the loads in the judged runs."""
-    if options_of(record).get("train.bias_update") == "quantile":
-        return "quantile"
-    settings = record["summary"]["settings"]
-    for key, text in BALANCE.items():
-        if key in settings:
-            return f"{text} {settings[key]:g}"
-    return "none"
+def divide(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """The ratio of two multipliers (middle, low, high); errors add in the logarithm by squares."""
+    logs = np.log(np.divide(ours, theirs[0]))
+    spread = np.log(theirs) - math.log(theirs[0])
+    low = logs[0] - math.hypot(logs[1] - logs[0], spread[2])
+    high = logs[0] + math.hypot(logs[2] - logs[0], spread[1])
+    return np.exp([logs[0], low, high]).tolist()
 
 
-def draw_differences(protocol: Protocol, rows: Sequence[JudgedEntry], picture: Path) -> None:
-    """Draw each entry's difference from the reference with its 95% interval, and the margin."""
-    from matplotlib.figure import Figure  # it may not be installed
-
-    differences = {}
-    for row in reversed(rows):
-        difference = row.against.get(protocol.reference)
-        if difference and math.isfinite(difference.mean):
-            differences[row.record["name"]] = difference
-    figure = Figure((8, 1.2 + 0.32 * len(differences)), layout="constrained")
-    axes = figure.subplots()
-    margin = protocol.margin
-    label = f"equivalent: within ±{margin:g}"
-    axes.axvspan(-margin, margin, color="black", alpha=0.07, label=label)
-    axes.axvline(0, color="black", linewidth=0.8)
-    for y, (name, difference) in enumerate(differences.items()):
-        look = choose_style(name, differences) | {"linestyle": "none"}
-        axes.errorbar([difference.mean], [y], xerr=[difference.half_width], capsize=3, **look)
-    axes.set_yticks(range(len(differences)), differences)
-    axes.set_xlabel(f"validation loss minus {protocol.reference}'s, nats per byte, 95% interval")
-    axes.legend(fontsize=8, loc="upper right")
-    axes.grid(axis="x", alpha=0.3)
-    figure.savefig(picture)
+def format_interval(multiplier: Sequence[float], ends: Sequence[float], factor: float = 1) -> str:
+    """Format middle, low and high, times a factor; a value at an end of the curve is a bound."""
+    texts = []
+    for value in multiplier:
+        bound = ""
+        if value <= ends[0] * 1.0001:
+            bound = "<"
+        elif value >= ends[1] / 1.0001:
+            bound = ">"
+        texts.append(f"{bound}{value * factor:.2f}")
+    return "{} [{}, {}]".format(*texts)
 
 
-def write_tables(protocol: Protocol, rows: Sequence[JudgedEntry]) -> Path:
-    """Write both tables, each between the marks of its page, and the picture; return its path.
+def format_measures(record: Record) -> dict[str, str]:
+    """Format {column: cell} of the measures: means of the judged runs of all rungs."""
+    runs = [run for run in record["runs"] if run["round"] == "judge" and run["loss"] is not None]
+    cells = {"diverged": str(sum(run["loss"] is None for run in record["runs"]))}
+    norms = [run["gate_norm"] for run in runs if "gate_norm" in run]
+    if norms:
+        start, end = np.mean(norms, axis=0)
+        cells["gate norm"] = f"{start:.2f} → {end:.2f}"
+    for measure in ("zero_gates", "load_imbalance", "dead_experts"):
+        values = [run[measure] for run in runs if measure in run]
+        if values:
+            cells[measure.replace("_", " ")] = f"{np.mean(values):.2g}"
+    return cells
+
+
+def read_extra_rows(protocol: Protocol) -> list[dict[str, Any]]:
+    """Rows that are no entries: the n-gram of track/ngram.py."""
+    file = protocol.records / "ngram.tsv"
+    if not file.exists():
+        return []
+    row = {"router": "n-gram"}
+    for line in file.read_text().splitlines()[1:]:
+        rung, loss = line.split("\t")[:2]
+        row[f"loss {rung}"] = f"{float(loss):.4f}"
+    return [row]
+
+
+def build_pages(protocol: Protocol, records: Sequence[Record]) -> dict[Path, str]:
+    """Build {page: its table as Markdown}."""
+    head, rows = build_table(protocol, records)
+    short = []
+    for row in rows:
+        short.append([cell.partition(" [")[0] for cell in row[:ON_FRONT_PAGE]])
+    return {
+        FRONT_PAGE: markdown_table(head[:ON_FRONT_PAGE], short, gap=""),
+        PAGE: markdown_table(head, rows, gap=""),
+    }
+
+
+def write_tables(protocol: Protocol, records: Sequence[Record]) -> None:
+    """Write both tables, each between the marks of its page.
 
     Raises:
         ValueError: a page lacks the marks.
     """
-    begin = "<!-- track: begin -->\n"
-    end = "<!-- track: end -->"
-    for page, table in build_tables(protocol, rows).items():
-        before, begin_mark, rest = page.read_text().partition(begin)
-        _, end_mark, after = rest.partition(end)
+    for page, table in build_pages(protocol, records).items():
+        before, begin_mark, rest = page.read_text().partition(BEGIN)
+        _, end_mark, after = rest.partition(END)
         if not (begin_mark and end_mark):
             raise ValueError(
-                f"{page} lacks the lines {begin.strip()} and {end} that the table goes between"
+                f"{page} lacks the lines {BEGIN.strip()} and {END} that the table goes between"
             )
-        write_atomic(page, f"{before}{begin}{table}\n{end}{after}")
-    picture = PAGE.parent / f"{protocol.name}.png"
-    draw_differences(protocol, rows, picture)
-    return picture
+        write_atomic(page, f"{before}{BEGIN}{table}\n{END}{after}")
