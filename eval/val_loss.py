@@ -1,9 +1,9 @@
 """Measure loss, perplexity and bits per byte of a run's model on data sets and text files.
 
-    python -m eval.val_loss runs/A                              the run's validation windows, by set
-    python -m eval.val_loss runs/A --windows all --split train  all windows of a split
-    python -m eval.val_loss runs/A --data stdlib notes.txt      another set in data.dir, a text file
-    python -m eval.val_loss runs/A --data notes.txt --stride 64 overlapping windows
+    python -m eval.val_loss runs/A                               the run's validation windows
+    python -m eval.val_loss runs/A --windows all --split train   all windows of a split
+    python -m eval.val_loss runs/A --data stdlib notes.txt       another set, a text file
+    python -m eval.val_loss runs/A --data notes.txt --stride 64  overlapping windows
 
 A data set is one row of tokens, as in training, cut into windows of block_size. In a text file each
 document is scored alone: it follows an end-of-text token, which is not scored, and all of its own

@@ -1,0 +1,267 @@
+"""What the pages name exists: files, tests, config keys, options. Their commands parse.
+
+Pages are the Markdown files, the notebook, and the docstrings of commands. A command is parsed by
+its own parser, and goes no further.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from argparse import ArgumentParser, _SubParsersAction
+from pathlib import Path
+
+import pytest
+from runs import REPO_ROOT
+
+import configure
+from configure.schema import KEYS, SECTIONS
+from runtime.signals import Stop
+
+LISTED = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+    cwd=REPO_ROOT,
+    capture_output=True,
+    text=True,
+).stdout.split()
+FILES = {file for file in LISTED if (REPO_ROOT / file).is_file()}
+FOLDERS = {str(folder) for file in FILES for folder in Path(file).parents}
+PAST = ("CHANGELOG.md", "docs/LOG")  # they name what was once
+# of other projects; in an export's folder; of a run
+OTHER_FILES = {"train_llama_small_adam_80g8.py", "gpu_model/host.py", "config.toml", "array.sbatch"}
+LEFT_OUT = ("…", "CORPUS")  # words of commands
+NO_KEYS = {"optim.decay_vectors", "model.generate"}  # an example; a method of transformers
+OTHER_PROGRAMS = {"pip", "source", "hf", "wandb", "sbatch", "vllm", "lm_eval", "lm-eval", "trl"}
+# of torchrun and sbatch; of vLLM and lm_eval
+OTHER_OPTIONS = {"--nproc_per_node", "--nodes", "--standalone", "--signals-to-handle"}
+OTHER_OPTIONS |= {"--model", "--trust-remote-code", "--model-impl", "--hf-overrides"}
+PLACEHOLDER = re.compile(r"\b(FILES?|FOLDER|NAME|SET|OUT|OTHER)\b|section\.key|…|\.\.\.")
+
+
+class Parsed(BaseException):
+    """Raised in place of all that a command does after its arguments are parsed."""
+
+
+def read_pages() -> dict[str, str]:
+    """{file: Markdown}; of the notebook its cells."""
+    pages = {}
+    for file in sorted(FILES):
+        if file.endswith(".md") and not file.startswith(PAST):
+            pages[file] = (REPO_ROOT / file).read_text().replace("\\_", "_")
+        elif file.endswith(".ipynb"):
+            cells = json.loads((REPO_ROOT / file).read_text())["cells"]
+            pages[file] = "\n".join("".join(cell["source"]) for cell in cells)
+    return pages
+
+
+PAGES = read_pages()
+
+
+def read_docstrings() -> dict[str, str]:
+    """{file: docstring} of the project's modules."""
+    docstrings = {}
+    for file in sorted(FILES):
+        if file.endswith(".py") and not file.startswith("tests/"):
+            docstrings[file] = ast.get_docstring(ast.parse((REPO_ROOT / file).read_text())) or ""
+    return docstrings
+
+
+def find_commands() -> list[str]:
+    """Every command of a code block, of inline code and of an indented line of a docstring."""
+    commands = set()
+    for text in PAGES.values():
+        for block in re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S):
+            commands.update(block.replace("\\\n", " ").splitlines())
+        commands.update(re.findall(r"`((?:python|bash|torchrun|sbatch) [^`\n]+)`", text))
+    for text in read_docstrings().values():
+        for line in re.findall(r"^    ((?:python|torchrun) .*)$", text, re.M):
+            commands.add(re.split(r"\s{2,}| [\[(]", line)[0])  # before its explanation
+    return sorted(command.strip() for command in commands if command.strip())
+
+
+def find_options(module: str, monkeypatch) -> set[str]:
+    """The options of a command, those of its subcommands included."""
+    parsers = [parse_module(module, [], monkeypatch, only_build=True)]
+    options = set()
+    for parser in parsers:
+        for action in parser._actions:
+            options.update(action.option_strings)
+            if isinstance(action, _SubParsersAction):
+                parsers += action.choices.values()
+    return options
+
+
+def parse_module(
+    module: str, words: list[str], monkeypatch, only_build: bool = False
+) -> ArgumentParser:
+    """Run `python -m MODULE` until its arguments are parsed; returns its parser.
+
+    Raises SystemExit if they are wrong. Arguments that it leaves over are overrides of keys.
+    """
+    depth = 0
+    parse = ArgumentParser.parse_known_args
+
+    def parse_and_end(parser, args=None, namespace=None):
+        nonlocal depth
+        if only_build:
+            raise Parsed(parser)
+        depth += 1  # a subparser is called within
+        try:
+            values, left = parse(parser, args, namespace)
+        finally:
+            depth -= 1
+        if depth:
+            return values, left
+        if left and sys._getframe(1).f_code.co_name == "parse_args":
+            parser.error(f"unrecognized arguments: {left}")
+        overrides = [word for word in left if word.startswith("--")]
+        for override in overrides:
+            key, _, value = override.removeprefix("--").partition("=")
+            if key not in KEYS or not value:
+                raise ValueError(f"{override}: no key with a value")
+        for file in set(left) - set(overrides):
+            check_file(file)
+        raise Parsed(parser)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArgumentParser, "parse_known_args", parse_and_end)
+        patch.setattr(Stop, "listen", lambda stop: stop)  # it would catch pytest's signals
+        patch.setattr(sys, "argv", [module, *words])
+        with pytest.raises(Parsed) as end:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return end.value.args[0]
+
+
+def check_file(name: str) -> None:
+    """A file of the repository, or a placeholder."""
+    if name not in FILES | OTHER_FILES and not PLACEHOLDER.search(name):
+        raise ValueError(f"{name} does not exist")
+
+
+def check_command(words: list[str], monkeypatch) -> None:
+    """Parse a command's words; see find_commands."""
+    if words[0] in ("torchrun", "sbatch"):
+        while words[1].startswith("-") and words[1] != "-m":
+            del words[1]
+    if words[0] in OTHER_PROGRAMS - {"sbatch"}:
+        return
+    if words[1] == "-m":
+        if not words[3:]:
+            if not importlib.util.find_spec(words[2]):
+                raise ValueError(f"{words[2]}: no module")
+        elif words[2] != "pytest" and words[3:] != ["--help"]:
+            parse_module(words[2], words[3:], monkeypatch)
+        return
+    check_file(words[1])
+    if words[1] in ("train.py", "scripts/slurm/train.sbatch") and "--help" not in words:
+        words = [word for word in words if word not in ("--fresh", "…")]
+        file, overrides = configure.split_command_line(words[2:])
+        check_file(file)
+        if file in FILES:
+            configure.load(REPO_ROOT / file, overrides)
+
+
+COMMANDS = find_commands()
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_commands_of_the_pages_parse(monkeypatch, capsys):
+    monkeypatch.chdir(REPO_ROOT)
+    assert len(COMMANDS) > 70
+    faults = []
+    for command in COMMANDS:
+        try:
+            words = [word for word in shlex.split(command, comments=True) if word not in LEFT_OUT]
+            if words:
+                check_command(words, monkeypatch)
+        except (SystemExit, ValueError, pytest.fail.Exception) as error:
+            faults.append(f"{command}: {error} {capsys.readouterr().err}")
+    assert not faults, "\n".join(faults)
+
+
+def test_the_files_that_the_pages_name_exist():
+    """In links, and wherever a name ends like one of the project's files."""
+    names = {Path(file).name for file in FILES} | OTHER_FILES
+    n_found = 0
+    faults = []
+    for page, text in PAGES.items():
+        folder = os.path.dirname(page)
+        links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+        for link in links:
+            path = os.path.normpath(os.path.join(folder, link))
+            if path not in FILES | FOLDERS and link not in OTHER_FILES:
+                faults.append(f"{page}: {link} does not exist")
+        for name in re.findall(r"(?<![\w/.*])[\w./-]+\.(?:py|sh|toml|sbatch|ipynb)\b", text):
+            beside = os.path.normpath(os.path.join(folder, name))
+            exists = {name, beside} & (FILES | OTHER_FILES) or name in names
+            if not exists and not PLACEHOLDER.search(name):
+                faults.append(f"{page}: {name} does not exist")
+            n_found += 1
+        for name in re.findall(r"`((?:[a-z]+/)+)`", text):
+            if name.split("/")[0] in FOLDERS and name.rstrip("/") not in FOLDERS:
+                faults.append(f"{page}: {name} does not exist")
+    assert not faults, "\n".join(faults)
+    assert n_found > 300
+
+
+def test_the_keys_that_the_pages_name_exist():
+    sections = "|".join(SECTIONS)
+    n_found = 0
+    faults = []
+    for page, text in PAGES.items():
+        for key in re.findall(rf"(?<![\w./-])(?:--)?((?:{sections})\.\w+)", text):
+            section, name = key.split(".")
+            is_module = (REPO_ROOT / section / f"{name}.py").exists()
+            is_file = f".{name}" in (".py", ".md", ".jsonl", ".safetensors", ".sbatch")
+            if is_module or is_file:
+                continue
+            n_found += 1
+            if key not in KEYS.keys() | NO_KEYS:
+                faults.append(f"{page}: no key {key}")
+    assert not faults, "\n".join(faults)
+    assert n_found > 200
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_options_that_the_pages_name_exist(monkeypatch):
+    """Of any command: a table names the options of several."""
+    pytest.importorskip("triton")  # tools.aot's
+    monkeypatch.chdir(REPO_ROOT)
+    options = {"--fresh", "--help"} | OTHER_OPTIONS
+    for file in sorted(FILES):
+        is_command = file.startswith(("data/", "eval/", "scripts/", "studies/", "tools/", "track/"))
+        if is_command and file.endswith(".py") and "run_command(" in (REPO_ROOT / file).read_text():
+            module = file.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
+            if module != "studies.command":
+                options |= find_options(module, monkeypatch)
+    for module in ("scripts.report", "scripts.export", "studies.best"):
+        options |= find_options(module, monkeypatch)
+    faults = []
+    for page, text in PAGES.items():
+        for code in re.findall(r"`([^`\n]+)`", text):
+            if code.split()[0] in OTHER_PROGRAMS:
+                continue
+            for option in re.findall(r"(?<!\S)(--[a-z][\w-]*)(?![\w.-])", code):
+                if option not in options:
+                    faults.append(f"{page}: no option {option}")
+    assert not faults, "\n".join(faults)
+
+
+def test_the_tests_that_the_documentation_names_exist():
+    """`test_file::test_name`, `test_name` or the beginning of one with an ellipsis."""
+    tests = {file.stem: file.read_text() for file in (REPO_ROOT / "tests").glob("test_*.py")}
+    named = set()
+    pattern = r"`(?:tests/)?(?:(test_\w+)(?:\.py)?::)?(test_\w+?)(…|\.py)?`"
+    for text in PAGES.values():
+        named |= set(re.findall(pattern, text))
+    assert len(named) > 40
+    for file, name, end in named:
+        text = tests[file] if file else "".join(tests.values())
+        assert name in tests or re.search(f"def {name}{'' if end else '[(]'}", text), (
+            f"{file}::{name}"
+        )
