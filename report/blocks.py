@@ -83,6 +83,8 @@ Block = Heading | Paragraph | Bullets | Picture | Table
 def write_page(title: str, blocks: Sequence[Block], folder: Path) -> None:
     """Write report.md and report.html into `folder`, where the pictures already are.
 
+    Pictures of an earlier report.md there that are not in this one are removed.
+
     Raises:
         OSError: a file cannot be written.
     """
@@ -91,9 +93,19 @@ def write_page(title: str, blocks: Sequence[Block], folder: Path) -> None:
     body = "\n".join(format_html(block, folder) for block in page)
     template = Template(TEMPLATE.read_text())
     page_html = template.substitute(title=html.escape(title), body=body)
+    pictures = {block.file for block in blocks if isinstance(block, Picture)}
+    for file in list_pictures(folder / "report.md") - pictures:
+        (folder / file).unlink(missing_ok=True)
     # a name of a folder may have bytes that are not UTF-8
     write_atomic(folder / "report.md", f"{markdown}\n".encode(errors="backslashreplace"))
     write_atomic(folder / "report.html", page_html.encode(errors="backslashreplace"))
+
+
+def list_pictures(markdown: Path) -> set[str]:
+    """The files of the pictures in a report.md; none if there is no such file."""
+    if not markdown.is_file():
+        return set()
+    return set(re.findall(r"^!\[.*\]\(([\w.-]+\.png)\)$", markdown.read_text("utf-8"), re.M))
 
 
 def format_markdown(block: Block) -> str:

@@ -103,7 +103,12 @@ def build_section(report: Report, group: Group, folder: Path) -> list[Block]:
         blocks.append(Paragraph(text.format(experiment=report.experiment)))
     losses = pictures.plot_loss(group, report.baseline)
     blocks += save_picture(losses, folder, f"{group.label}-loss", TEXT["losses"])
-    blocks.append(tables.build_loss_table(group))
+    if group.key:
+        loss_table = tables.build_loss_table(group)
+    else:
+        loss_table = tables.build_loss_table(group, tables.choose_steps(group))
+        tables.add_best_losses(loss_table, group)
+    blocks.append(loss_table)
     if comparisons:
         xs = group.xs if group.key else ()
         blocks.append(tables.build_pairs_table(group, comparisons, xs))

@@ -21,7 +21,8 @@ from report.style import choose_style
 from report.tables import find_measures, read_measure
 from runtime.metrics import prefix_of
 
-MARKERS = 12  # about, per line: more hide the line
+MARKER_SIZE = 5  # points of 1/72 inch
+MARKER_SPACE = 120  # of the markers of a line together, a third of a panel: more hide the line
 
 
 class PlotPoint(NamedTuple):
@@ -112,7 +113,7 @@ def mark_gaps(points: Points, runs: Sequence[Run], name: str) -> Points:
 def choose_variant_style(group: Group, variant: Variant) -> dict[str, Any]:
     """The style of its router. Variants of the only router have colours of their own."""
     style = choose_style(variant.router, [other.router for other in group.variants])
-    style |= {"markersize": 5, "linewidth": 1.4}
+    style["linewidth"] = 1.4
     index = group.variants.index(variant)
     last = len(group.variants) - 1
     if last > 0 and has_one_router(group):
@@ -173,7 +174,7 @@ def draw_panel(axes: Axes, group: Group, lines: Lines, bars: bool) -> None:
     """Draw lines with bands in their colour, or with bars, which hide less where they are long."""
     if group.key:
         scale_key_axis(axes, group)
-    for i, (variant, points) in enumerate(lines.items()):
+    for variant, points in lines.items():
         style = choose_variant_style(group, variant)
         xs = list(points)
         means, lows, highs = zip(*points.values(), strict=True)
@@ -182,8 +183,8 @@ def draw_panel(axes: Axes, group: Group, lines: Lines, bars: bool) -> None:
             axes.vlines(xs, lows, highs, color=style["color"], alpha=0.5)
         else:
             axes.fill_between(xs, lows, highs, color=style["color"], alpha=0.15, linewidth=0)
-        every = max(1, len(points) // MARKERS)
-        axes.plot(xs, means, label=variant.label, markevery=(i % every, every), **style)
+        style["markersize"] = max(1, min(MARKER_SIZE, MARKER_SPACE / len(points)))
+        axes.plot(xs, means, label=variant.label, **style)
     if lines and not group.key:
         leave_out_start(axes, list(lines.values()))
 

@@ -12,7 +12,8 @@ from report.comparisons import HIGHER, LOWER, Comparison, Difference, measure_di
 from report.groups import Group, Variant, format_tick, format_value, join_labels
 from report.runs import Run
 
-RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss", "tokens/s")
+RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss")
+RUN_COLUMNS += ("best", "tokens/s")
 MEASURES = {  # besides the losses: {name in metrics.jsonl: format}
     "val/gate_norm": ".3f",
     "val/load_imbalance": ".2f",
@@ -37,11 +38,16 @@ LOWER_IN_PAPER = {
 
 
 def summarize_run(run: Run) -> dict[str, str]:
-    """RUN_COLUMNS of a run at its last evaluation; tokens/s is the median over the run."""
+    """RUN_COLUMNS of a run at its last evaluation; tokens/s is the median over the run.
+
+    Its best evaluation is the one with the lowest loss.
+    """
     from model import count_parameters  # imports torch
 
     total, active = count_parameters(run.config.model)
     last_step = max(run.evaluations)
+    losses = run.series("val/loss")
+    best_step = min(run.evaluations, key=lambda step: losses[step])
     speeds = run.series("perf/tokens_per_sec").values()
     train = run.config.train
     name = f"`{run.folder}`"
@@ -57,7 +63,8 @@ def summarize_run(run: Run) -> dict[str, str]:
         "total": f"{total / 1e6:.2f}M",
         "active": f"{active / 1e6:.2f}M",
         "step": step,
-        "val loss": f"{run.evaluations[last_step]['val/loss']:.4f}",
+        "val loss": f"{losses[last_step]:.4f}",
+        "best": f"{losses[best_step]:.4f} at {best_step:,}",
         "tokens/s": f"{statistics.median(speeds):,.0f}" if speeds else "-",
     }
 
@@ -72,12 +79,24 @@ def format_mean(values: Sequence[float], form: str = ".4f") -> str:
     return f"{mean} ± {statistics.stdev(values):{form}}"
 
 
-def build_loss_table(group: Group) -> Table:
-    """Loss of each variant over the key, or at the tenths of training with the paper's below it."""
+def choose_steps(group: Group) -> list[int]:
+    """The steps to show: all evaluations after step 0, of more than 10 the tenths and the last."""
+    last = group.steps[-1]
+    steps = [step for step in group.steps if step > 0] or [last]
+    if len(steps) > 10:
+        steps = sorted({*group.tenths.values(), last})
+    return steps
+
+
+def build_loss_table(group: Group, steps: Sequence[int] = ()) -> Table:
+    """Loss of each variant over the key, or at `steps` with the paper's below it.
+
+    The default steps are the tenths of training.
+    """
     if group.key:
         columns = {format_tick(group.key, x): (x, None) for x in group.xs}
     else:
-        steps = list(group.tenths.values()) or group.steps[-1:]
+        steps = steps or list(group.tenths.values()) or group.steps[-1:]
         columns = {f"{step:,}": (None, step) for step in steps}
     name = group.key or "validation loss at step"
     table = Table([name, "seeds", *columns])
@@ -93,6 +112,19 @@ def build_loss_table(group: Group) -> Table:
         if group.key is None and any(paper.values()):
             table.rows.append({name: "paper", **paper})
     return table
+
+
+def add_best_losses(table: Table, group: Group) -> None:
+    """Add a column to the table of losses over steps: each variant's lowest, and its step."""
+    name = table.columns[0]
+    rows = {row[name]: row for row in table.rows}
+    for variant in group.variants:
+        losses = {}  # {step: losses of the seeds}
+        for step in group.steps:
+            losses[step] = [group.loss(run, step) for run in variant.runs]
+        best = min(losses, key=lambda step: statistics.fmean(losses[step]))
+        rows[f"**{variant.label}**"]["best"] = f"{format_mean(losses[best])} at {best:,}"
+    table.columns.append("best")
 
 
 def describe_seed_counts(variant: Variant) -> str:

@@ -1,13 +1,14 @@
 """The pages, pictures and terminal output of scripts.report, and its command."""
 
 import base64
+import json
 import re
 from itertools import product
 
 import matplotlib
 import numpy as np
 import pytest
-from fake_runs import load_groups, make_run, make_seeds
+from fake_runs import load_groups, loss_of, make_run, make_seeds
 from scipy import stats
 
 import report.__main__ as report
@@ -155,6 +156,31 @@ def test_a_report_over_a_key(tmp_path, call):
         "| tanh, gate_norm 2 | 2.000",
     ):
         assert text in page
+
+
+def test_every_evaluation_is_shown_and_old_pictures_are_removed(tmp_path, call):
+    """A run of 60 steps that is best at step 40; the folder has a report with another picture."""
+    out = tmp_path / "out"
+    call(report.main, make_run(tmp_path / "old"), "--out", out)
+    (out / "own.png").write_text("of the user")
+    short = ["train.max_steps=60", "optim.warmup_steps=1"]
+    run = make_run(tmp_path / "run", *short, points=3, without=BARE)
+    file = run / "metrics.jsonl"
+    lines = []
+    for line in map(json.loads, file.read_text().splitlines()):
+        if line["step"] == 40 and "val/loss" in line:
+            line["val/loss"] = 0.5
+        lines.append(json.dumps(line) + "\n")
+    file.write_text("".join(lines))
+    printed = call(report.main, run, "--out", out)
+    at_20, at_60 = f"{loss_of(run, 20):.4f}", f"{loss_of(run):.4f}"
+    assert re.search(rf"^kern +1 +{at_20} +0\.5000 +{at_60} +0\.5000 at 40$", printed, re.M)
+    (row,) = re.findall(r"^\| `\S+run` \|.*", (out / "report.md").read_text(), re.M)
+    assert f"| 60 | {at_60} | 0.5000 at 40 |" in row
+    assert {path.name for path in out.glob("*.png")} == {"loss.png", "own.png"}
+    (line,) = pictures.plot_loss(load_groups(run)[0], "kern").axes[0].get_lines()
+    assert list(line.get_xdata()) == [0, 20, 40, 60]
+    assert line.get_marker() != "None" and line.get_markevery() is None
 
 
 BARE = ["val/window", "val/load", "val/gate", "val/dead", "router/", "perf/"]
