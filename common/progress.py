@@ -10,6 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+# between the parts of a format: a comma, or a space before or after the bar
+SEPARATOR = re.compile(r"(, | (?=\|)|(?<=\|) )")
 FORMAT = "{desc}: {n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} left{postfix}"
 
 
@@ -24,11 +26,39 @@ def progress_bar(every: float | None = None, **options: Any) -> Any:
             size = shutil.get_terminal_size()
             options["ncols"] = size.columns - 1
             options["nrows"] = size.lines
-        return tqdm(mininterval=0.3, **options)
+        return FittedBar(mininterval=0.3, **options)
     if every is None:
         options["disable"] = True
         return tqdm(**options)
     return ProgressLines(every, **options)
+
+
+class FittedBar(tqdm):
+    """A tqdm bar whose line fits the terminal: the last parts of its format are left out.
+
+    So a format has its parts in the order of their importance. The bar is such a part, of at least
+    10 columns.
+    """
+
+    @staticmethod
+    def format_meter(  # pyrefly: ignore[bad-override] (tqdm calls it by names alone)
+        n: float,
+        total: float,
+        elapsed: float,
+        ncols: int | None = None,
+        bar_format: str | None = None,
+        **options: Any,
+    ) -> str:
+        if ncols and bar_format:
+            pieces = SEPARATOR.split(bar_format)  # every second one is a separator
+            while len(pieces) > 1:
+                bar_format = "".join(pieces)
+                line = tqdm.format_meter(n, total, elapsed, bar_format=bar_format, **options)
+                if len(line) <= ncols:
+                    break
+                del pieces[-2:]
+            bar_format = "".join(pieces)
+        return tqdm.format_meter(n, total, elapsed, ncols, bar_format=bar_format, **options)
 
 
 class ProgressLines(AbstractContextManager["ProgressLines"]):
@@ -40,9 +70,8 @@ class ProgressLines(AbstractContextManager["ProgressLines"]):
     def __init__(
         self, every: float, desc: str, total: int, initial: int = 0, **options: Any
     ) -> None:
-        bar_format = options.pop("bar_format", FORMAT)
-        line_format = re.sub(r" \|\{bar.*?\}\|", ",", bar_format)
-        options.update(prefix=desc, total=total, initial=initial, bar_format=line_format)
+        self.bar_format = options.pop("bar_format", FORMAT)
+        options.update(prefix=desc, total=total, initial=initial)
         self.options = options  # options of tqdm.format_meter
         self.every = every
         self.n = self.shown = initial
@@ -70,7 +99,10 @@ class ProgressLines(AbstractContextManager["ProgressLines"]):
 
     def _show(self) -> None:
         now = time.monotonic()
-        line = tqdm.format_meter(self.n, elapsed=now - self.start, **self.options)
+        line_format = re.sub(r" \|\{bar.*?\}\|", ",", self.bar_format)
+        line = tqdm.format_meter(
+            self.n, elapsed=now - self.start, bar_format=line_format, **self.options
+        )
         print(line, file=sys.stderr, flush=True)
         self.shown = self.n
         self.shown_at = now

@@ -70,7 +70,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
     """
     read = _read(path, overrides)
     if read.open_axes:
-        raise ConfigError(_describe_open_axes(path, read.open_axes))
+        raise ConfigError(_describe_open_axes(path, overrides, read.open_axes))
     values = {key: schema["default"] for key, schema in KEYS.items()} | read.in_file | read.given
     if values["train.branch_from"]:
         values.update(_resolve_branch(values, read.given))
@@ -352,16 +352,17 @@ def _is_table(rows: Any, columns: int) -> bool:
     return all(isinstance(row, list) and len(row) == columns for row in rows)
 
 
-def _describe_open_axes(path: str | Path, axes: Axes) -> str:
-    overrides: list[str] = []
+def _describe_open_axes(path: str | Path, overrides: Sequence[str], axes: Axes) -> str:
+    given = [f"--{text.lstrip('-')}" for text in overrides]
+    sweep = shlex.join([str(path), *given])
     for keys, rows in axes.items():
-        overrides += _as_overrides(keys, rows[0])
-    first_point = shlex.join(overrides)
+        given += _as_overrides(keys, rows[0])
+    first_point = shlex.join([str(path), *given])
     return (
         f"{path} sweeps {', '.join(itertools.chain(*axes))}, and one run needs one value of each\n"
-        f"  train all: python -m scripts.sweep {path}\n"
-        f"  train one: python train.py {path} {first_point}\n"
-        f"  plan one: python -m scripts.plan {path} {first_point}"
+        f"  train all: python -m scripts.sweep {sweep}\n"
+        f"  train one: python train.py {first_point}\n"
+        f"  plan one: python -m scripts.plan {first_point}"
     )
 
 

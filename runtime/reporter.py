@@ -26,8 +26,6 @@ from runtime.statistics import Statistics, summarize_routing
 from runtime.tracker import WandbTracker, start_trackers
 from runtime.updates import Counters
 
-BAR = "{desc}: step {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left{postfix}"
-
 
 class SilentReporter(AbstractContextManager["SilentReporter"]):
     """Replaces the Reporter on ranks other than 0: the same methods, which do nothing."""
@@ -83,7 +81,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             desc=config.run.name,
             initial=state.step,
             total=config.train.max_steps,
-            bar_format=BAR,
+            bar_format=format_bar(config.run.name),
         )
         self.interval_start: float | None = None  # time of perf_counter; None before the first step
         self.steps_timed = 0
@@ -175,9 +173,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         speed = self.plan.tokens_per_step / step_seconds
         values |= self._measure_performance(speed, step_seconds)
         self.metrics.log(step, step * self.plan.tokens_per_step, **values)
-        self.bar.set_postfix_str(
-            f"loss {mean.loss.item():.4f}, {speed:,.0f} tokens/s", refresh=False
-        )
+        self.bar.bar_format = format_bar(config.run.name, mean.loss.item(), speed)
         self._report_spikes(counters)
         self.interval_start = time.perf_counter()
         self.steps_timed = 0
@@ -204,6 +200,24 @@ class Reporter(AbstractContextManager["Reporter"]):
             f"{count}step {counters.spike_step + 1:.0f}, loss {counters.spike_loss:.4f} is a "
             f"spike over {counters.spike_mean:.4f}: {outcome}"
         )
+
+
+def format_bar(name: str, loss: float | None = None, speed: float = 0.0) -> str:
+    """The format of the progress bar, its parts in the order of their importance.
+
+    Args:
+        name: of the run.
+        loss: the last training loss, nats per token; None before the first.
+        speed: tokens per second.
+    """
+    parts = ["step {n_fmt}/{total_fmt}"]
+    if loss is not None:
+        parts.append(f"loss {loss:.4f}")
+    parts.append("{remaining} left")
+    if loss is not None:
+        parts.append(f"{speed:,.0f} tokens/s")
+    name = name.replace("{", "{{").replace("}", "}}")
+    return f"{', '.join(parts)} |{{bar}}| {{elapsed}}, {name}"
 
 
 def format_millions(count: int) -> str:

@@ -18,7 +18,8 @@ for file in "${@:-requirements.txt}"; do
         echo "already installed: $file"
     else
         echo "installing $file into .venv ..."
-        pip install --quiet --disable-pip-version-check -r "$file"
+        { command -v uv > /dev/null && uv pip install -r "$file"; } ||
+            pip install --disable-pip-version-check -r "$file"
         rm -f .venv/*-"$file"
         touch "$stamp"
     fi

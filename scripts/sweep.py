@@ -14,6 +14,7 @@ the sweep ends with exit code 75.
 """
 
 import argparse
+import glob
 import os
 import re
 import shlex
@@ -164,11 +165,18 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     if stop.asked:
         return EXIT_CODE
     folders = [point.folder for point in points]
-    prefix = os.path.commonprefix([str(folder) for folder in folders])
-    print(
-        f"\n{format_table(folders)}\n\npython -m scripts.report {shlex.quote(prefix)}*", flush=True
-    )
+    command = f"python -m scripts.report {describe_folders(folders)}"
+    print(f"\n{format_table(folders)}\n\n{command}", flush=True)
     return 1 if failed else 0
+
+
+def describe_folders(folders: list[Path]) -> str:
+    """The folders as arguments of a command; as a pattern if that matches no other folder."""
+    prefix = os.path.commonprefix([str(folder) for folder in folders])
+    matched = {Path(name) for name in glob.glob(f"{glob.escape(prefix)}*")}
+    if matched <= set(folders):
+        return f"{shlex.quote(prefix)}*"
+    return shlex.join(str(folder) for folder in folders)
 
 
 def train_and_report(

@@ -4,9 +4,11 @@ and in a file.
 
 import errno
 import os
+import re
 import shlex
 import subprocess
 import sys
+import termios
 
 import pytest
 from runs import REPO_ROOT
@@ -143,6 +145,40 @@ def test_tables_align_numbers_to_the_right_and_escape_html():
 
 
 # ---- progress
+LOSS = r"step 250/1000, loss 2\.3457"
+SPEED = rf"{LOSS}, 0[23]:\d\d left, 123,457 tokens/s"
+NAME = "quickstart-kern-warmup_steps200"
+
+
+@pytest.mark.parametrize(
+    "columns, shown",
+    [
+        (30, LOSS),
+        (60, SPEED),
+        (80, rf"{SPEED} \|#+\d? +\| 0[01]:\d\d"),
+        (120, rf"{SPEED} \|#+\d? +\| 0[01]:\d\d, {NAME}"),
+    ],
+)
+def test_a_narrow_terminal_keeps_what_matters_most(columns, shown):
+    """In a pseudo-terminal the line is no wider than its columns, and ends with a whole part."""
+    terminal, inside = os.openpty()
+    termios.tcsetwinsize(inside, (24, columns))
+    code = (
+        "from common.progress import progress_bar\n"
+        "from runtime.reporter import format_bar\n"
+        "bar = progress_bar(every=10, desc='-', total=1000, smoothing=0, ascii=True)\n"
+        "bar.start_t -= 50\n"
+        f"bar.bar_format = format_bar('{NAME}', 2.34567, 123456.7)\n"
+        "bar.update(250)\n"
+        "bar.refresh()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, stderr=inside, check=True)
+    os.close(inside)
+    printed = os.read(terminal, 10_000).decode()
+    line = printed.rstrip().split("\r")[-1].rstrip()
+    assert len(line) <= columns and re.fullmatch(shown, line)
+
+
 def test_a_file_gets_lines(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

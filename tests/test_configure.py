@@ -1,13 +1,21 @@
 """configure/: values and their precedence, errors and their remedies, names of runs, help."""
 
 import re
+import shlex
 
 import pytest
 from pydantic import ValidationError
 from runs import REPO_ROOT
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from configure import ConfigError, dumps, from_command_line, load
+from configure import (
+    ConfigError,
+    dumps,
+    from_command_line,
+    load,
+    split_command_line,
+    sweep_points,
+)
 from configure.load import _print_note
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from router import ROUTERS
@@ -403,3 +411,23 @@ def test_a_wrong_command_line_exits_with_2_and_only_rank_0_prints(
         failure = ProcessFailure(1, 7, 2, str(tmp_path / "error.json"))
         assert says.removeprefix("error: ") in str(failure.message)
         (tmp_path / "error.json").unlink()
+
+
+def test_commands_of_a_refusal_keep_the_overrides(tmp_path):
+    """Each is read as a shell and its program would read it."""
+    file = tmp_path / "a file.toml"
+    axes = '"model.router" = ["dense", "kern"]\n"run.seed, optim.lr" = [[1, 1e-3], [2, 2e-3]]'
+    file.write_text(f"[sweep]\n{axes}\n")
+    with pytest.raises(ConfigError) as error:
+        load(file, ["--train.max_steps=600", "run.dir=it's mine"])
+    commands = {}
+    for line in str(error.value).splitlines()[1:]:
+        title, _, command = line.strip().partition(": ")
+        commands[title] = shlex.split(command)
+    assert commands["train all"][:3] == ["python", "-m", "scripts.sweep"]
+    points = sweep_points(*split_command_line(commands["train all"][3:]))
+    one = load(*split_command_line(commands["train one"][2:]))
+    assert load(*split_command_line(commands["plan one"][3:])) == one
+    assert len(points) == 4 and (one.model.router, one.run.seed, one.optim.lr) == ("dense", 1, 1e-3)
+    for config in (one, load(file, points[-1])):
+        assert (config.train.max_steps, config.run.dir) == (600, "it's mine")

@@ -2,6 +2,7 @@
 stop signals.
 """
 
+import glob
 import json
 import os
 import re
@@ -119,6 +120,48 @@ def test_a_failed_point_is_named_and_a_stopped_one_stops_the_sweep(
     assert [note["point"] for note in fake_trainer()[2:]] == ["1 dense"]
     said = "".join(capfd.readouterr())
     assert "failed: " not in said and "no runs in" not in said  # no table: it is not finished
+
+
+def test_a_trial_with_other_settings_is_not_reported(sweep_file, fake_trainer, capfd, monkeypatch):
+    """Its folder has the name that a point would have had."""
+    overrides = ["--run.seed=0", "--train.max_steps=9"]
+    trial = configure.load(sweep_file, ["--model.router=kern", *overrides, "--optim.lr=0.5"])
+    folder.RunFolder(folder.path_of(trial)).path.mkdir(parents=True)
+    folder.RunFolder(folder.path_of(trial)).write_config(trial)
+    monkeypatch.setenv("EXIT_CODE", "0")
+    for routers in (["kern"], ["dense", "kern"]):
+        given = [*overrides, f"--model.router={json.dumps(routers)}"]
+        points = sweep.list_points(str(sweep_file), given)
+        assert points[-1].folder != folder.path_of(trial)
+        for point in points:
+            point.folder.mkdir(exist_ok=True)
+            folder.RunFolder(point.folder).write_config(point.config)
+        sweep.main([str(sweep_file), *given])
+        last = shlex.split(capfd.readouterr().out.splitlines()[-1])
+        assert last[:3] == ["python", "-m", "scripts.report"]
+        reported = [folder for pattern in last[3:] for folder in glob.glob(pattern)]
+        assert reported == [str(point.folder) for point in points]
+
+
+def test_the_quickstart_reports_the_folders_of_its_sweep(tmp_path):
+    """With programs in place of Python's and of the installation that note how they are called."""
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "quickstart.sh").write_text((REPO_ROOT / "scripts/quickstart.sh").read_text())
+    (scripts / "setup.sh").write_text("")
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\necho "$*" >> notes\ncase "$*" in *--dry-run)\n'
+        'echo "2 points, 2 finished"\n'
+        'echo "[1/2] finished already: runs/quickstart-dense"\n'
+        'echo "[2/2] finished already: runs/quickstart-kern-lr0.1";;\nesac\n'
+    )
+    python.chmod(0o755)
+    environment = dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    subprocess.run(["bash", scripts / "quickstart.sh"], cwd=tmp_path, env=environment, check=True)
+    notes = (tmp_path / "notes").read_text()
+    assert "scripts.report runs/quickstart-dense runs/quickstart-kern-lr0.1\n" in notes
+    assert "scripts.sample runs/quickstart-kern-lr0.1 --prompt" in notes
 
 
 @pytest.mark.parametrize(
