@@ -310,6 +310,14 @@ def test_multipliers_are_read_from_the_references_curve(protocol):
         half = stats.norm.ppf(0.975) * 0.002 * 2**0.5
         assert low == pytest.approx(np.clip(2 ** (-(loss + half - 1.6) / 0.1), 0.5, 2), rel=1e-3)
         assert high == pytest.approx(np.clip(2 ** (-(loss - half - 1.6) / 0.1), 0.5, 2), rel=1e-3)
+    # a run of the curve against the mean of two judged runs, which differ by 0.003
+    noisy = contest.measure_curve(losses_of(make_record(protocol, "softmax-renorm", 1.6)), 1)
+    error = math.sqrt(0.003**2 / 2 * (1 + 1 / 2))
+    assert noisy[2] == pytest.approx([error, 0, error])
+    difference = Difference(-0.05, 2, 0.002, 9.0, "seeds")
+    wide = contest.multiply_compute(np.array([curve[0], curve[1], [error, 0, error]]), difference)
+    half = stats.t(9).ppf(0.975) * math.hypot(0.002, error / 2)
+    assert wide == pytest.approx([2**0.5, 2 ** (0.5 - half / 0.1), 2 ** (0.5 + half / 0.1)])
     record = make_record(protocol, "kern", 1.55, spread=0.0)
     cells = table.format_multipliers(
         protocol, record, {"softmax-renorm": reference, "kern": losses_of(record)}
