@@ -23,7 +23,7 @@ from scipy import stats
 
 import configure
 import router as routers
-from data.bins import read_meta
+from data.bins import read_meta, sha256_of
 from data.mixture import identify
 from gate_norm import score_deviation
 from model import GPT
@@ -530,6 +530,35 @@ def test_forged_records_are_refused(protocol):
     assert "its digest is not" in verify.find_record_faults(protocol, path, [])[0]
     path.write_text(path.read_text()[:-9])
     assert "not JSON" in verify.find_record_faults(protocol, path, [])[0]
+
+
+def replace_each_value(value):
+    """Yield copies of nested dicts and lists, each with one value that is missing or wrong."""
+    if isinstance(value, dict):
+        for key in value:
+            yield {name: other for name, other in value.items() if name != key}
+            for changed in replace_each_value(value[key]):
+                yield value | {key: changed}
+    elif isinstance(value, list) and value:
+        yield value[1:]
+        for changed in replace_each_value(value[-1]):
+            yield [*value[:-1], changed]
+    yield from (math.inf, 10**400, None, "x", [], {})
+
+
+def test_verify_names_every_wrong_value(protocol):
+    kern = make_record(protocol, "kern")
+    path = save(protocol, kern)
+    contents = ["[" * 100_000, '{"a":' * 100_000, path.read_text()[:1000], "[]", "1", ""]
+    damaged = [changed for changed in replace_each_value(kern) if isinstance(changed, dict)]
+    for changed in damaged:
+        content = {key: value for key, value in changed.items() if key != "sha256"}
+        contents.append(json.dumps(content | {"sha256": sha256_of(content)}))
+    refused = 0
+    for content in contents:
+        path.write_text(content)
+        refused += bool(verify.find_record_faults(protocol, path, []))
+    assert len(contents) > 150 and refused > 0.75 * len(contents)  # none is a traceback
 
 
 def test_chances_of_a_rerun():

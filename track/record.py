@@ -70,7 +70,7 @@ def read_json(path: Path) -> Record:
     """Read a file that may be a record. Raises ValueError if it is no JSON object."""
     try:
         record = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}; take it from its commit again") from None
     if not isinstance(record, dict):
         raise ValueError(f"{path}: not a record; python -m scripts.track enter writes them")

@@ -139,7 +139,7 @@ def find_record_faults(protocol: Protocol, path: Path, others: Sequence[Record])
         return find_content_faults(protocol, record, path, others)
     except (ValueError, OSError) as error:
         return [str(error)]
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         kind = type(error).__name__
         return [f"a field is missing or wrong ({kind}: {error}); take it from its commit again"]
 
