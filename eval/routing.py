@@ -492,6 +492,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     trace("--replay", type=Path, metavar="FILE", help="score the run with the experts of a trace")
     add_device_argument(parser)
     args = parser.parse_args(argv)
+    if args.windows is not None and args.windows < 1:
+        raise ValueError(f"--windows {args.windows}: expected 1 or more")
     if args.trace:
         save_trace(args)
     elif args.replay:

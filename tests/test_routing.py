@@ -222,6 +222,7 @@ def test_a_text_goes_where_a_pass_over_its_document_sends_it(made):
 BAD_INPUT = {
     "--other {}/dense": "dense is dense and has no router; name a run with another model.router",
     "--other {}/softmax": "kern and softmax cannot be compared: model.top_k is 2 and 3",
+    "--windows -1": "--windows -1: expected 1 or more",
     "--windows 1": "tiny: 1 window, chance needs two; raise --windows or name a larger set",
     "--windows 2": "no token occurs 65 times among 64 tokens; raise --windows",
 }

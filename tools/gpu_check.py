@@ -435,6 +435,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.rehearse and not torch.cuda.is_available():
         raise RunError("torch finds no CUDA device here; --rehearse tries the pieces on the CPU")
+    if args.minutes <= 0:
+        raise ValueError(f"--minutes {args.minutes:g}: expected more than 0")
     return run_pieces(args)
 
 
