@@ -190,15 +190,18 @@ def split_position(text: str) -> float:
 
 
 def validation_inputs(
-    paths: Iterable[Path], inputs: list[Input], notes: list[str] | None = None
+    paths: Iterable[Path],
+    inputs: list[Input],
+    notes: list[str] | None = None,
+    any_text: bool = False,
 ) -> list[Input]:
-    """The files of --val-source; `notes` as in `local_inputs`.
+    """The files of --val-source; `notes` and `any_text` as in `local_inputs`.
 
     Raises DataError as `local_inputs` does, and if a file is among `inputs`.
     """
     train_paths = {os.path.realpath(file.url) for file in inputs}
     val_inputs = []
-    for file in local_inputs(paths, "--val-source", notes):
+    for file in local_inputs(paths, "--val-source", notes, any_text):
         if os.path.realpath(file.url) in train_paths:
             raise DataError(f"{file.url} is in --source and in --val-source: take it out of one")
         val_inputs.append(file._replace(split="val"))

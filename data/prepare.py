@@ -175,7 +175,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--separator",
         default="",
         metavar="TEXT",
-        help="text between documents in .txt and .md, such as '<|endoftext|>' (default: a file is "
+        help="text between documents in text files, such as '<|endoftext|>' (default: a file is "
         "one document)",
     )
     add(
@@ -302,7 +302,7 @@ def _open_inputs(
     from_hub = _reads_hub(args)
     notes: list[str] = []
     inputs = [] if from_hub else _list_local_inputs(args, notes)
-    val_inputs = validation_inputs(args.val_source, inputs, notes)
+    val_inputs = validation_inputs(args.val_source, inputs, notes, args.corpus == "text")
     for note in notes:
         print(note)
     tokenizer = load_tokenizer(args.tokenizer, args.bpe_ranks)
@@ -330,7 +330,7 @@ def _reads_hub(args: argparse.Namespace) -> bool:
 def _list_local_inputs(args: argparse.Namespace, notes: list[str] | None = None) -> list[Input]:
     if args.corpus == "stdlib":
         return stdlib_inputs(args.roots)
-    inputs = local_inputs(args.source, notes=notes)
+    inputs = local_inputs(args.source, notes=notes, any_text=args.corpus == "text")
     return [file._replace(separator=args.separator) for file in inputs]
 
 
@@ -450,7 +450,8 @@ def _check_existing(folder: Path, provenance: dict, args: argparse.Namespace) ->
     if not _reads_hub(args) and all(path.exists() for path in args.source):
         now["inputs"] = hash_inputs(_list_local_inputs(args))
     if args.val_source and all(path.exists() for path in args.val_source):
-        now["val_inputs"] = hash_inputs(local_inputs(args.val_source))
+        val_inputs = local_inputs(args.val_source, any_text=args.corpus == "text")
+        now["val_inputs"] = hash_inputs(val_inputs)
     recorded = {key: meta.source.get(key) for key in now}
     changes = describe_changes(recorded, now)
     if changes:

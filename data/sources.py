@@ -1,5 +1,6 @@
 """The corpora of `python -m data.prepare`, which sources.toml lists, and their input files."""
 
+import codecs
 import re
 import stat
 import sysconfig
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from common.text import first_line
 from data import DataError
-from data.readers import KINDS, TEXT, Input
+from data.readers import COMPRESSION, KINDS, TEXT, Input
 
 
 class Hub(NamedTuple):
@@ -63,6 +64,7 @@ STDLIB_SKIPS = {
 
 # files of the Hugging Face hub and of `datasets` that describe a data set
 CARD_FILES = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
+HEAD_BYTES = 2**16  # of a file, by which `is_text` decides
 CARD_KEYS = re.compile(
     r"^(dataset_info|configs|license|pretty_name|size_categories|task_categories|task_ids"
     r"|annotations_creators|language_creators|source_datasets)\s*:",
@@ -97,12 +99,16 @@ def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
 
 
 def local_inputs(
-    paths: Iterable[Path], option: str = "--source", notes: list[str] | None = None
+    paths: Iterable[Path],
+    option: str = "--source",
+    notes: list[str] | None = None,
+    any_text: bool = False,
 ) -> list[Input]:
     """The given files, and the files below the given folders in sorted order; links are followed.
 
     Hidden paths and cards of data sets below a folder are left out. To `notes` a line for each
-    folder is added: the files that are read and those that are not, by ending.
+    folder is added: the files that are read and those that are not, by ending. With `any_text`,
+    files of other endings are read if they are text (`is_text`).
 
     Raises DataError, whose remedy names `option`, for a missing path, a file of unknown kind or a
     folder without files of a known kind. Raises OSError for a folder that may not be read or a
@@ -114,7 +120,7 @@ def local_inputs(
             raise DataError(f"{path}: no such file or folder: correct {option}")
         left: Counter[str] = Counter()
         if path.is_dir():
-            files = [make_input(file, path) for file in _walk(path, set(), left)]
+            files = [make_input(file, path) for file in _walk(path, set(), left, any_text)]
             if notes is not None:
                 notes.append(describe_folder(path, files, left))
         elif not path.is_file():
@@ -122,7 +128,7 @@ def local_inputs(
                 f"{path}: a pipe, socket or device, which cannot be read twice: copy it to a file "
                 f"and name that with {option}"
             )
-        elif path.name.lower().endswith(KINDS):
+        elif path.name.lower().endswith(KINDS) or (any_text and is_text(path)):
             files = [make_input(path, path.parent)]
         else:
             files = []
@@ -131,7 +137,8 @@ def local_inputs(
         if not files:
             kinds = " ".join(KINDS)
             raise DataError(
-                f"{path}: no file of a known kind ({kinds}): name another {option}, or convert it"
+                f"{path}: no file of a known kind ({kinds}) or of UTF-8 text: "
+                f"name another {option}, or convert it"
             )
         inputs += [file._replace(source=str(path)) for file in files]
     return inputs
@@ -142,9 +149,27 @@ def describe_folder(path: Path, files: list[Input], left: Counter[str]) -> str:
     read: Counter[str] = Counter()
     for file in files:
         endings = [kind for kind in KINDS if file.name.lower().endswith(kind)]
-        read[max(endings, key=len)] += 1
+        ending = Path(file.name).suffix.lower() or "without an ending"
+        read[max(endings, key=len, default=ending)] += 1
     text = f"{path}: read: {count_names(read)}"
     return f"{text}; left: {count_names(left)}" if left else text
+
+
+def is_text(path: Path) -> bool:
+    """Return True if the start of a file is UTF-8 without NUL bytes, whatever its ending.
+
+    Endings of compressed files and of nanoGPT's tokens say that the content is no text.
+    """
+    if not path.is_file() or path.suffix.lower() in (*COMPRESSION, ".bin"):
+        return False
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    try:
+        # the last character of a longer file may be cut
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
+    except UnicodeDecodeError:
+        return False
+    return bool(head) and b"\0" not in head
 
 
 def count_names(counts: Counter[str]) -> str:
@@ -167,8 +192,10 @@ def _is_card(path: Path) -> bool:
     return bool(front_matter and CARD_KEYS.search(front_matter[1]))
 
 
-def _walk(folder: Path, visited: set[tuple[int, int]], left: Counter[str]) -> Iterator[Path]:
-    """The files of known kinds below `folder`, sorted by the parts of their paths.
+def _walk(
+    folder: Path, visited: set[tuple[int, int]], left: Counter[str], any_text: bool
+) -> Iterator[Path]:
+    """The files of `local_inputs` below `folder`, sorted by the parts of their paths.
 
     `left` counts the others by their endings, and hidden paths without a look into them. `visited`
     has device and inode of all folders read so far; a link to one of them is skipped.
@@ -184,8 +211,10 @@ def _walk(folder: Path, visited: set[tuple[int, int]], left: Counter[str]) -> It
             continue
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            yield from _walk(path, visited, left)
-        elif not stat.S_ISREG(mode) or not path.name.lower().endswith(KINDS):
+            yield from _walk(path, visited, left, any_text)
+            continue
+        is_known = path.name.lower().endswith(KINDS) or (any_text and is_text(path))
+        if not stat.S_ISREG(mode) or not is_known:
             left[path.suffix.lower() or "without an ending"] += 1
         elif _is_card(path):
             left["cards of data sets"] += 1

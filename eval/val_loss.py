@@ -2,8 +2,8 @@
 
     python -m eval.val_loss runs/A                               the run's validation windows
     python -m eval.val_loss runs/A --windows all --split train   all windows of a split
-    python -m eval.val_loss runs/A --data stdlib notes.txt       another set, a text file
-    python -m eval.val_loss runs/A --data notes.txt --stride 64  overlapping windows
+    python -m eval.val_loss runs/A stdlib notes.txt              another set, a text file
+    python -m eval.val_loss runs/A notes.txt --stride 64         overlapping windows
 
 A data set is one row of tokens, as in training, cut into windows of block_size. In a text file each
 document is scored alone: it follows an end-of-text token, which is not scored, and all of its own
@@ -174,7 +174,7 @@ def tokenize_documents(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[np.nd
     """
     encoder = Encoder(tokenizer, 0, TEXT_FIELD)
     counter = ByteCounter(tokenizer)
-    for raw in read_documents(local_inputs([path])[0], TEXT_FIELD):
+    for raw in read_documents(local_inputs([path], "--data", any_text=True)[0], TEXT_FIELD):
         try:
             text = encoder.text(raw) or ""
         except ValueError as error:
@@ -349,14 +349,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_run_arguments(parser)
     add = parser.add_argument
     data = "prepared folders, names in data.dir, text files that data.prepare reads"
-    add("--data", nargs="+", metavar="SET_OR_FILE", help=f"{data} (default: the run's own set)")
+    add("texts", nargs="*", metavar="SET_OR_FILE", help=f"{data} (default: the run's own set)")
+    add("--data", nargs="+", default=[], metavar="SET_OR_FILE", help="more of them")
     add("--split", choices=("val", "train"), default="val", help="of sets (default: %(default)s)")
     add("--stride", type=int, metavar="N", help="tokens between window starts, up to block_size")
     windows = "number, spread evenly, with --stride the first N; or all"
     default = "(default: all; of a set without --stride\nthe run's eval.windows)"
     add("--windows", type=parse_windows, metavar="N", help=f"{windows} {default}")
     add_device_argument(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # options may stand between run and texts
+    args.data = args.texts + args.data
+    return args
 
 
 @command

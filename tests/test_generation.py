@@ -327,6 +327,17 @@ def assert_close(measured, wanted, name):
     assert_near(*values, tolerance(torch.float32, 32), name)
 
 
+def test_files_after_the_run_are_texts(dense_run, score, tmp_path, monkeypatch):
+    """As with --data, before and after options, whatever their endings."""
+    monkeypatch.chdir(tmp_path)
+    texts = {"a.txt": "one word", "b.py": "print(2)", "NOTES": "three little words"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    wanted, _ = score("--stride", 8, "--data", *texts)
+    lines, _ = score("a.txt", "--stride", 8, "b.py", "NOTES")
+    assert lines == wanted and [line["data"] for line in lines] == list(texts)
+
+
 @pytest.mark.numerics
 def test_loss_equals_the_logged_one(dense_run, score):
     steps = {

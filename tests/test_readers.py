@@ -239,8 +239,13 @@ FOLDER = {
     ".git/objects/e.txt": b"hidden",
     ".f.txt": b"hidden",
     "deep/.ipynb_checkpoints/c-checkpoint.md": b"hidden",
-    "g.pdf": b"%PDF",
-    "deep/h.PDF": b"%PDF",
+    "g.pdf": b"%PDF\xff",
+    "deep/h.PDF": b"%PDF\xff",
+    "deep/i.py": b"print('five')\n",
+    "NOTES": "Sechs: ä".encode(),
+    "latin.tex": "Sieben: ä".encode("latin-1"),
+    "zeros.dat": b"eight\0",
+    "j.txt.old": ("n" + "ä" * 40_000).encode(),
     "LICENSE": b"",
 }
 
@@ -249,13 +254,18 @@ def test_a_folder_says_what_is_read_and_what_is_left(run, tmp_path, monkeypatch)
     monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 10)
     source = corpora.write_tree(tmp_path / "in", FOLDER)
     out = run("text", "--source", source, "--val-fraction", 0.5)
-    assert f"{source}: read: 2 .txt, 2 .md, 1 .jsonl; left: " in out
+    others = "1 without an ending, 1 .jsonl, 1 .py, 1 .old"
+    assert f"{source}: read: 2 .txt, 2 .md, {others}; left: " in out
     left = out.partition("; left: ")[2].splitlines()[0]
     counts = {"3 hidden", "3 cards of data sets", "2 .pdf", "1 without an ending"}
+    counts |= {"1 .tex", "1 .dat"}
     assert set(left.split(", ")) == counts
-    assert read_meta(tmp_path / "out/text").splits["train"].documents == 5  # cut
+    assert read_meta(tmp_path / "out/text").splits["train"].documents == 8  # cut
     text = open_tokens(tmp_path / "out/text", "train")
-    assert b"hidden" not in bytes(text.read(0, len(text)).astype("u1"))
+    read = bytes(text.read(0, len(text)).astype("u1"))
+    assert b"hidden" not in read and b"five" not in read and b"print" in read
+    # other corpora have files such as scripts beside their text
+    assert [file.name for file in local_inputs([source / "deep"])] == ["README.md", "c.md"]
     # a file that is named is read
     named = local_inputs([source / "README.md", source / ".f.txt"])
     assert [file.name for file in named] == ["README.md", ".f.txt"]
