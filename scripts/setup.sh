@@ -1,6 +1,8 @@
 # Sourced by quickstart.sh and test.sh: makes .venv in the checkout, installs the requirements files named as arguments
 # (by default requirements.txt; again only when they change), and activates it. PYTHON names another interpreter than
 # python3.
+# requirements.txt and requirements-report.txt, 1.6 GB with torch for CPUs, took pip 3:50 minutes on two cores at a load
+# of 10 (2026-11-26; torch and others from local files).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
