@@ -94,7 +94,8 @@ def locked(folder):
         yield
 
 
-@pytest.mark.parametrize("owner", [1, os.getpid(), dead_process()])  # the number decides nothing
+# the number decides nothing
+@pytest.mark.parametrize("owner", [1, os.getpid(), dead_process()], ids=["init", "alive", "dead"])
 @pytest.mark.parametrize("lines, held, host, quiet, state", [
     ([], True, ME, 1, "running"), (END, True, ME, 299, "running"), (LOG, True, ME, 301, "running"),
     ([], False, ME, 1, "stopped"), (LOG, False, ME, 301, "stopped"),
