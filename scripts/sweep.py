@@ -330,9 +330,11 @@ def train_points(
     shares: list[list[str]],
     stop: Stop,
     announce: bool = False,
-    train: Path = TRAIN,
+    train: Path | None = None,
 ) -> Iterator[tuple[Point, int]]:
-    """Train points by the file `train` until `stop`, each on one of the `shares` of the GPUs.
+    """Train points until `stop`, each on one of the `shares` of the GPUs.
+
+    `train` is the train.py of another checkout, if it is not this one's.
 
     Yields each point that ended with its exit code. A point that was stopped, by whomever, stops
     all: `stop.asked` says so. The output of points goes to their runs' train.log, unless they are
@@ -350,7 +352,9 @@ def train_points(
                 job.stop()
         while waiting and free and not stop.asked:
             point = waiting.pop(0)
-            running.append(start_point(file, point, free.pop(0), jobs_with_logs, announce, train))
+            gpus = free.pop(0)
+            program = train or TRAIN
+            running.append(start_point(file, point, gpus, jobs_with_logs, announce, program))
         # a second Ctrl-C: the points were asked already, so keep waiting
         with suppress(KeyboardInterrupt):
             time.sleep(0.1)

@@ -117,7 +117,7 @@ def parse_module(
             depth -= 1
         if depth:
             return values, left
-        if left and sys._getframe(1).f_code.co_name == "parse_args":
+        if left and sys._getframe(1).f_code.co_name in ("parse_args", "parse_intermixed_args"):
             parser.error(f"unrecognized arguments: {left}")
         overrides = [word for word in left if word.startswith("--")]
         for override in overrides:
@@ -130,6 +130,7 @@ def parse_module(
 
     with monkeypatch.context() as patch:
         patch.setattr(ArgumentParser, "parse_known_args", parse_and_end)
+        patch.setattr(ArgumentParser, "parse_known_intermixed_args", parse_and_end)
         patch.setattr(Stop, "listen", lambda stop: stop)  # it would catch pytest's signals
         patch.setattr(sys, "argv", [module, *words])
         with pytest.raises(Parsed) as end:
