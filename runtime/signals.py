@@ -42,12 +42,13 @@ class Stop:
             signal.signal(number, self._note)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(signal.SIGHUP, self._note)
-            if os.isatty(1):
-                sys.stdout = _open_terminal(1)
-                self.terminals.append(1)
-            if os.isatty(2):
-                sys.stderr = _open_terminal(2)
-                self.terminals.append(2)
+        # also where SIGHUP is ignored: a closed terminal must not end the run
+        if os.isatty(1):
+            sys.stdout = _open_terminal(1)
+            self.terminals.append(1)
+        if os.isatty(2):
+            sys.stderr = _open_terminal(2)
+            self.terminals.append(2)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may be killed
             end_with_parent(os.getppid())
         return self

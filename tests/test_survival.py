@@ -229,18 +229,22 @@ def test_signals_that_nohup_ignores_stay_ignored(main, tiny, at):
 
 
 @pytest.mark.integration
-def test_train_py_saves_when_its_terminal_is_closed(tiny_file, tiny):
+@pytest.mark.parametrize(
+    "handler, max_steps, code", [(signal.SIG_DFL, 10**6, EXIT_CODE), (signal.SIG_IGN, 30, 0)]
+)
+def test_train_py_when_its_terminal_is_closed(tiny_file, tiny, handler, max_steps, code):
+    """It saves and exits; where SIGHUP is ignored, it goes on without its output."""
     pid, terminal = pty.fork()
     if not pid:
+        signal.signal(signal.SIGHUP, handler)  # pytest itself may run under nohup
         os.chdir(runs.REPO_ROOT)
-        os.execv(
-            sys.executable, [sys.executable, "train.py", tiny_file, "--train.max_steps=1000000"]
-        )
+        arguments = ["train.py", tiny_file, f"--train.max_steps={max_steps}"]
+        os.execv(sys.executable, [sys.executable, *arguments])
     written = b""
     while b"val loss" not in written:
         written += os.read(terminal, 1000)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_CODE, written
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code, written
     assert steps(tiny())
 
 
