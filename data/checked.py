@@ -1,12 +1,13 @@
 """The record of a large set's last complete check, so that a start need not read the set again.
 
 data/<name>/checked.json: for each shard the sha256 that was checked, the time of the file's last
-change, and the sha256 of a sample of it. data.prepare and data.verify write it.
+change, and the sha256 of a sample of it. data.prepare and data.verify write it. inputs.json is the
+same of the files that a set was made from, if they are above 1 GiB in all.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,12 +17,14 @@ from pydantic import Field, TypeAdapter
 from common.files import write_atomic
 
 CHECKED_FILE = "checked.json"
+INPUTS_FILE = "inputs.json"
 SAMPLE_BLOCKS = 16  # spread evenly over a file, both ends among them; not measured
 SAMPLE_BYTES = 4096  # per block: a page, which a disk reads in any case
 
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 # sha256 of the file, time of its last change in ns since 1970, sha256 of its sample
-Entry = tuple[str, int, Annotated[str, Field(min_length=64)]]
-Record = dict[str, Entry]  # by the name of a shard
+Entry = tuple[Sha256, int, Sha256]
+Record = dict[str, Entry]  # by the name of a shard, or the path of an input
 
 
 def sample_file(path: Path) -> str:
@@ -46,15 +49,35 @@ def describe_shards(folder: Path, hashes: Mapping[str, str]) -> Record:
     return record
 
 
-def read_record(folder: Path) -> Record:
-    """The record of the set in `folder`; empty if there is none or it is damaged."""
+def hash_files(paths: Sequence[str], record: Record) -> Record:
+    """The record of files as they are now, by their paths. Raises OSError.
+
+    Files whose time and sample are as in `record` keep its sha256; others are read completely.
+    """
+
+    def describe(path: str) -> Entry:
+        changed = Path(path).stat().st_mtime_ns  # before it is read: a later change is noticed
+        sample = sample_file(Path(path))
+        entry = record.get(path)
+        if entry and entry[1:] == (changed, sample):
+            return entry
+        with open(path, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256, changed, sample
+
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        return dict(zip(paths, pool.map(describe, paths), strict=True))
+
+
+def read_record(folder: Path, name: str = CHECKED_FILE) -> Record:
+    """The record `name` in `folder`; empty if there is none or it is damaged."""
     try:
-        content: Any = json.loads((folder / CHECKED_FILE).read_bytes())
+        content: Any = json.loads((folder / name).read_bytes())
         return TypeAdapter(Record).validate_python(content)
     except (OSError, ValueError, RecursionError):
         return {}
 
 
-def write_record(folder: Path, record: Record) -> None:
-    """Write the record of the set in `folder`. Raises OSError."""
-    write_atomic(folder / CHECKED_FILE, json.dumps(record, indent=1) + "\n")
+def write_record(folder: Path, record: Record, name: str = CHECKED_FILE) -> None:
+    """Write the record `name` in `folder`. Raises OSError."""
+    write_atomic(folder / name, json.dumps(record, indent=1) + "\n")

@@ -41,6 +41,7 @@ class Encoded(NamedTuple):
     bad: int  # documents that could not be read
     links: int  # links in archives, which have no content
     separators: dict[str, int]  # marks between documents in text files that are one document each
+    left: dict[str, int]  # members of archives that are no text, by ending
 
 
 class Encoder(NamedTuple):
@@ -67,9 +68,12 @@ class Encoder(NamedTuple):
         val: list[str] = []
         empty = bad = links = 0
         separators: Counter[str] = Counter()
+        left: Counter[str] = Counter()
         for raw in documents:
             text = self.try_text(raw)
-            if raw.is_link:
+            if raw.left:
+                left[raw.left] += 1
+            elif raw.is_link:
                 links += 1
             elif text is None:
                 bad += 1
@@ -86,7 +90,7 @@ class Encoder(NamedTuple):
         ends_first = any(raw.file.split == "ends" for raw in documents)  # all of a batch or none
         train_ids = self._join(train, ends_first)
         val_ids = self._join(val, ends_first)
-        return Encoded(train_ids, val_ids, empty, bad, links, dict(separators))
+        return Encoded(train_ids, val_ids, empty, bad, links, dict(separators), dict(left))
 
     def _join(self, texts: list[str], ends_first: bool) -> np.ndarray:
         """The ids of `texts` with an end-of-text token before or after each, (n,) uint16."""
@@ -110,7 +114,7 @@ class Encoder(NamedTuple):
 
         Raises DataError at an unreadable document unless `skip_bad` is set.
         """
-        if raw.is_link:
+        if raw.is_link or raw.left:
             return None
         try:
             return self.text(raw)

@@ -16,6 +16,7 @@ import hashlib
 import re
 import shlex
 import sys
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,18 @@ from data.bins import (
     partial_folder,
     read_meta,
 )
+from data.checked import INPUTS_FILE, Record, hash_files, read_record, write_record
 from data.encode import Encoded, Encoder, choose_split, explain_empty_split, validation_inputs
 from data.readers import Input
 from data.round_trip import measure_losses
-from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
+from data.sources import (
+    SOURCES,
+    count_names,
+    describe_sources,
+    hub_inputs,
+    local_inputs,
+    stdlib_inputs,
+)
 from data.tokenizer import TOKENIZERS, load_tokenizer
 from data.workers import Position, encode_inputs
 from data.writer import (
@@ -53,7 +62,6 @@ from data.writer import (
     resume_progress,
 )
 
-END_BYTES = 2**20  # bytes hashed at each end of a large input
 WORKER_BYTES = 2**25  # input per worker; less is not worth its start (not measured)
 SAVE_BYTES = 2**26  # input between two records of progress (not measured)
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # what a set may be called
@@ -276,7 +284,8 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         print(f"already there: {describe_set(meta, folder)}")
         remove_leftovers(folder)
         return
-    inputs, encoder, provenance = _open_inputs(args, provenance, partial_folder(folder))
+    hashes: Record = read_record(partial_folder(folder), INPUTS_FILE)
+    inputs, encoder, provenance = _open_inputs(args, provenance, partial_folder(folder), hashes)
     recorded: dict[str, Any] = {}  # what the preparation finds
     with Writer(folder, encoder.tokenizer, args.shard_tokens) as writer:
         named = args.tokenizer in TOKENIZERS  # else it is a folder
@@ -284,6 +293,8 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         losses = measure_losses(inputs, encoder, args.allow_loss, tokenizer_folder)
         if losses:
             recorded["losses"] = losses
+        if hashes:
+            write_record(writer.partial, hashes, INPUTS_FILE)
         progress = _tokenize(writer, inputs, encoder, provenance, args)
         _check_splits(writer, args.val_fraction)
         recorded |= progress.count_left_out()
@@ -292,11 +303,11 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
 
 
 def _open_inputs(
-    args: argparse.Namespace, provenance: dict, partial: Path
+    args: argparse.Namespace, provenance: dict, partial: Path, hashes: Record
 ) -> tuple[list[Input], Encoder, dict]:
     """List the files to read, and make the encoder that turns them into ids.
 
-    Returns both, and `provenance` with what identifies both.
+    Returns both, and `provenance` with what identifies both. `hashes`: see `hash_inputs`.
     """
     provenance = dict(provenance)
     from_hub = _reads_hub(args)
@@ -310,10 +321,10 @@ def _open_inputs(
         revision = args.revision or find_revision(partial, provenance)
         hub = SOURCES[args.corpus].hub[args.config]
         provenance["revision"], inputs = hub_inputs(hub, revision)
-    provenance["inputs"] = hash_inputs(inputs)
+    provenance["inputs"] = hash_inputs(inputs, hashes)
     provenance["tokenizer"] = args.tokenizer
     if val_inputs:
-        provenance["val_inputs"] = hash_inputs(val_inputs)
+        provenance["val_inputs"] = hash_inputs(val_inputs, hashes)
     encoder = Encoder(tokenizer, args.val_fraction, args.text_field, args.skip_bad)
     if not from_hub:
         split = choose_split(inputs, val_inputs, encoder)
@@ -382,6 +393,8 @@ def _write_batch(writer: Writer, encoded: Encoded, cuts_documents: bool) -> None
 
 
 def _print_left_out(progress: Progress) -> None:
+    if progress.left:
+        print(f"left out of archives, no text: {count_names(Counter(progress.left))}")
     if not (progress.empty or progress.bad or progress.links):
         return
     counts = f"{plural(progress.empty, 'empty document')}, {progress.bad:,} that cannot be read"
@@ -414,25 +427,25 @@ def _check_splits(writer: Writer, val_fraction: float) -> None:
     raise DataError(explain_empty_split(train.documents, val.documents, val_fraction))
 
 
-def hash_inputs(inputs: list[Input]) -> str:
+def hash_inputs(inputs: list[Input], hashes: Record) -> str:
     """Hash the names and sizes of files and, of local files, their contents.
 
-    Beyond 1 GiB in all only the first and last MiB of each file are read: a change between them
-    that keeps the size is not detected.
+    Beyond 1 GiB in all, `hashes` is updated, and a file is read completely only if its time or
+    sample differs from its entry there (`hash_files`).
     """
-    hash_all = sum(file.size for file in inputs) <= HASHED_BYTES
+    local = [file for file in inputs if "://" not in file.url]
+    total = sum(file.size for file in local)
+    is_large = total > HASHED_BYTES
+    if is_large and not hashes:
+        print(f"hashing {format_bytes(total)} of input once", flush=True)
+    contents = hash_files([file.url for file in local], hashes if is_large else {})
+    if is_large:
+        hashes.update(contents)
     digest = hashlib.sha256()
     for file in inputs:
         digest.update(f"{file.name}\0{file.size}\0".encode("utf-8", "surrogateescape"))
-        if "://" in file.url:
-            continue
-        with open(file.url, "rb") as opened:
-            if hash_all:
-                digest.update(hashlib.file_digest(opened, "sha256").digest())
-            else:
-                digest.update(opened.read(END_BYTES))
-                opened.seek(max(0, file.size - END_BYTES))
-                digest.update(opened.read(END_BYTES))
+        if file.url in contents:
+            digest.update(bytes.fromhex(contents[file.url][0]))
     return digest.hexdigest()
 
 
@@ -443,15 +456,19 @@ def _check_existing(folder: Path, provenance: dict, args: argparse.Namespace) ->
     that no longer exist are not compared.
     """
     meta = read_meta(folder)
+    hashes = read_record(folder, INPUTS_FILE)
     now = provenance | {"config": args.config, "tokenizer": args.tokenizer}
     now["separator"] = args.separator or None
     if args.revision:
         now["revision"] = args.revision
     if not _reads_hub(args) and all(path.exists() for path in args.source):
-        now["inputs"] = hash_inputs(_list_local_inputs(args))
+        now["inputs"] = hash_inputs(_list_local_inputs(args), hashes)
     if args.val_source and all(path.exists() for path in args.val_source):
         val_inputs = local_inputs(args.val_source, any_text=args.corpus == "text")
-        now["val_inputs"] = hash_inputs(val_inputs)
+        now["val_inputs"] = hash_inputs(val_inputs, hashes)
+    if hashes and not (folder / INPUTS_FILE).exists():
+        print(f"{folder} has no {INPUTS_FILE}, so its input files are not compared")
+        now = {key: value for key, value in now.items() if "inputs" not in key}
     recorded = {key: meta.source.get(key) for key in now}
     changes = describe_changes(recorded, now)
     if changes:

@@ -6,6 +6,7 @@ workers decode and parse the documents, see encode.py.
 """
 
 import bz2
+import codecs
 import gzip
 import io
 import re
@@ -28,6 +29,7 @@ COMPRESSED = tuple(kind + end for end in (".gz", ".zst", ".bz2") for kind in PLA
 # many GB. A plain text file may be longer, since its size is in sight.
 DOCUMENT_BYTES = 2**30
 READ_BYTES = 2**20  # bytes per read of a stream; not measured
+HEAD_BYTES = 2**16  # of a file or member, by which `is_text` decides; not measured
 KINDS = (*PLAIN, *COMPRESSED, ".tgz", ".parquet")  # ends of all file names that can be read
 
 
@@ -40,6 +42,7 @@ class Input(NamedTuple):
     split: str = "documents"  # decides which part is for validation, see encode.py
     source: str = ""  # the path on the command line that it was found in
     separator: str = ""  # text between the documents of a text file; empty: it is one document
+    any_text: bool = False  # members of an archive are chosen by their content, not by .txt and .md
 
 
 class Raw(NamedTuple):
@@ -51,6 +54,7 @@ class Raw(NamedTuple):
     done: int  # bytes of the input read so far
     file: Input
     is_link: bool = False  # a link in an archive, or a member whose path leads out of it
+    left: str = ""  # the ending of a member that is no text, or "hidden"; it has no data
 
 
 def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
@@ -177,6 +181,21 @@ def _split_text(file: Input, where: str, data: bytes, done: int) -> Iterator[Raw
             yield Raw(f"{where}: document {number}", part, False, done, file)
 
 
+def is_text(name: str, head: bytes) -> bool:
+    """Return True if a file is text by its first HEAD_BYTES: UTF-8 without NUL bytes.
+
+    Endings of compressed files and of nanoGPT's tokens say that the content is no text.
+    """
+    if Path(name).suffix.lower() in (*COMPRESSION, ".bin"):
+        return False
+    try:
+        # the last character of a longer file may be cut
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
+    except UnicodeDecodeError:
+        return False
+    return bool(head) and b"\0" not in head
+
+
 class _Member(tarfile.TarInfo):
     """A member with an intact header. tarfile itself ends the archive at a broken header."""
 
@@ -194,18 +213,39 @@ def _read_members(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Ra
     with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
         for member in archive:
             archive.members = []  # pyrefly: ignore[missing-attribute] (or it would remember every member)
-            if not member.name.lower().endswith(TEXT):
-                continue
-            where = f"{file.url}: {member.name}"
             path = Path(member.name)
-            if member.islnk() or member.issym() or path.is_absolute() or ".." in path.parts:
+            where = f"{file.url}: {member.name}"
+            named = path.name.lower().endswith(TEXT)
+            if member.isdir() or not (named or file.any_text):
+                continue
+            if file.any_text and any(part.startswith(".") and part != ".." for part in path.parts):
+                yield Raw(where, b"", False, raw.tell(), file, left="hidden")
+            elif member.islnk() or member.issym() or path.is_absolute() or ".." in path.parts:
                 yield Raw(where, b"", False, raw.tell(), file, is_link=True)
             elif member.isreg():
-                if member.size > DOCUMENT_BYTES:
-                    raise too_long(where)
-                content = archive.extractfile(member)
-                assert content is not None  # a regular file has content
-                yield from _split_text(file, where, content.read(), raw.tell())
+                yield from _read_member(file, where, archive, member, raw, named)
+
+
+def _read_member(
+    file: Input,
+    where: str,
+    archive: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    raw: IO[bytes],
+    named: bool,
+) -> Iterator[Raw]:
+    """The documents of a regular member; one that is not `named` as text must have such content."""
+    content = archive.extractfile(member)
+    assert content is not None  # a regular file has content
+    head = content.read(HEAD_BYTES)
+    name = member.name.lower()
+    if not named and (name.endswith(KINDS) or not is_text(name, head)):
+        ending = Path(name).suffix or "without an ending"
+        yield Raw(where, b"", False, raw.tell(), file, left=ending)
+        return
+    if member.size > DOCUMENT_BYTES:
+        raise too_long(where)
+    yield from _split_text(file, where, head + content.read(), raw.tell())
 
 
 def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:

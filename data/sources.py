@@ -1,6 +1,5 @@
 """The corpora of `python -m data.prepare`, which sources.toml lists, and their input files."""
 
-import codecs
 import re
 import stat
 import sysconfig
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 from common.text import first_line
 from data import DataError
-from data.readers import COMPRESSION, KINDS, TEXT, Input
+from data.readers import HEAD_BYTES, KINDS, TEXT, Input, is_text
 
 
 class Hub(NamedTuple):
@@ -64,7 +63,6 @@ STDLIB_SKIPS = {
 
 # files of the Hugging Face hub and of `datasets` that describe a data set
 CARD_FILES = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
-HEAD_BYTES = 2**16  # of a file, by which `is_text` decides
 CARD_KEYS = re.compile(
     r"^(dataset_info|configs|license|pretty_name|size_categories|task_categories|task_ids"
     r"|annotations_creators|language_creators|source_datasets)\s*:",
@@ -108,7 +106,7 @@ def local_inputs(
 
     Hidden paths and cards of data sets below a folder are left out. To `notes` a line for each
     folder is added: the files that are read and those that are not, by ending. With `any_text`,
-    files of other endings are read if they are text (`is_text`).
+    files and members of archives of other endings are read if they are text (`is_text`).
 
     Raises DataError, whose remedy names `option`, for a missing path, a file of unknown kind or a
     folder without files of a known kind. Raises OSError for a folder that may not be read or a
@@ -128,7 +126,7 @@ def local_inputs(
                 f"{path}: a pipe, socket or device, which cannot be read twice: copy it to a file "
                 f"and name that with {option}"
             )
-        elif path.name.lower().endswith(KINDS) or (any_text and is_text(path)):
+        elif path.name.lower().endswith(KINDS) or (any_text and is_text_file(path)):
             files = [make_input(path, path.parent)]
         else:
             files = []
@@ -140,7 +138,7 @@ def local_inputs(
                 f"{path}: no file of a known kind ({kinds}) or of UTF-8 text: "
                 f"name another {option}, or convert it"
             )
-        inputs += [file._replace(source=str(path)) for file in files]
+        inputs += [file._replace(source=str(path), any_text=any_text) for file in files]
     return inputs
 
 
@@ -155,21 +153,12 @@ def describe_folder(path: Path, files: list[Input], left: Counter[str]) -> str:
     return f"{text}; left: {count_names(left)}" if left else text
 
 
-def is_text(path: Path) -> bool:
-    """Return True if the start of a file is UTF-8 without NUL bytes, whatever its ending.
-
-    Endings of compressed files and of nanoGPT's tokens say that the content is no text.
-    """
-    if not path.is_file() or path.suffix.lower() in (*COMPRESSION, ".bin"):
+def is_text_file(path: Path) -> bool:
+    """Return True if the content of a file is text (`is_text`)."""
+    if not path.is_file():
         return False
     with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-    try:
-        # the last character of a longer file may be cut
-        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
-    except UnicodeDecodeError:
-        return False
-    return bool(head) and b"\0" not in head
+        return is_text(path.name, file.read(HEAD_BYTES))
 
 
 def count_names(counts: Counter[str]) -> str:
@@ -187,7 +176,7 @@ def _is_card(path: Path) -> bool:
     if any(other.name.lower().endswith(DATA_FILES) for other in path.parent.iterdir()):
         return True
     with path.open("rb") as file:
-        head = file.read(2**16).decode("utf-8", "replace")
+        head = file.read(HEAD_BYTES).decode("utf-8", "replace")
     front_matter = re.match(r"---\r?\n(.*?)\n---", head.removeprefix("\ufeff"), re.DOTALL)
     return bool(front_matter and CARD_KEYS.search(front_matter[1]))
 
@@ -213,7 +202,7 @@ def _walk(
         if stat.S_ISDIR(mode):
             yield from _walk(path, visited, left, any_text)
             continue
-        is_known = path.name.lower().endswith(KINDS) or (any_text and is_text(path))
+        is_known = path.name.lower().endswith(KINDS) or (any_text and is_text_file(path))
         if not stat.S_ISREG(mode) or not is_known:
             left[path.suffix.lower() or "without an ending"] += 1
         elif _is_card(path):

@@ -28,7 +28,7 @@ from data.bins import (
     list_shards,
     partial_folder,
 )
-from data.checked import CHECKED_FILE, describe_shards, write_record
+from data.checked import CHECKED_FILE, INPUTS_FILE, describe_shards, write_record
 from data.encode import Encoded
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 
@@ -36,7 +36,8 @@ PROGRESS_FILE = "progress.json"  # its folder is data/<name>.partial/, next to t
 LOCK_FILE = "lock"
 SHARD_NAME = re.compile(r"(train|val)-\d{5,}\.bin")
 TEMPORARY_END = re.compile(r"\.\d+\.tmp$")  # end of a name that `write_atomic` uses
-OTHER_NAMES = {PROGRESS_FILE, LOCK_FILE, "meta.json", CHECKED_FILE, RANKS_FILE, TOKENIZER_FILE}
+OTHER_NAMES = {PROGRESS_FILE, LOCK_FILE, "meta.json", CHECKED_FILE, INPUTS_FILE}
+OTHER_NAMES |= {RANKS_FILE, TOKENIZER_FILE}
 
 
 class Writer(AbstractContextManager["Writer"]):
@@ -131,7 +132,7 @@ class Writer(AbstractContextManager["Writer"]):
 
     def _remove_strays(self, splits: dict[str, Split]) -> None:
         """Remove files of an earlier preparation with other arguments."""
-        keep = {PROGRESS_FILE, LOCK_FILE}
+        keep = {PROGRESS_FILE, LOCK_FILE, INPUTS_FILE}
         for split in splits.values():
             keep.update(shard.name for shard in split.files)
         for path in self.partial.iterdir():
@@ -247,6 +248,7 @@ class Progress:
     links: Count = 0  # links in archives, which have no content
     # marks between documents in text files that are one document each
     separators: dict[str, Count] = Field(default_factory=dict)
+    left: dict[str, Count] = Field(default_factory=dict)  # members of archives, by ending
 
     def add(self, encoded: Encoded) -> None:
         self.empty += encoded.empty
@@ -254,6 +256,8 @@ class Progress:
         self.links += encoded.links
         for mark, count in encoded.separators.items():
             self.separators[mark] = self.separators.get(mark, 0) + count
+        for ending, count in encoded.left.items():
+            self.left[ending] = self.left.get(ending, 0) + count
 
     def count_left_out(self) -> dict[str, int]:
         """Numbers of documents that are not in the set, as meta.json has them."""

@@ -1,6 +1,7 @@
 """data/: the commands `data.prepare` and `data.verify`, from corpora to sets."""
 
 import gzip
+import hashlib
 import io
 import itertools
 import os
@@ -148,6 +149,37 @@ def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
     assert "already there" in run(*books, "--val-fraction", 0.5)
     os.truncate(tmp_path / "out/text/train-00000.bin", 1000)
     assert "train-00000.bin: expected" in run(*books, "--val-fraction", 0.5, code=2)
+
+
+def test_changed_large_inputs_are_refused(run, tmp_path, monkeypatch):
+    """Each file is read once; later by its time and a sample, and again where these differ."""
+    monkeypatch.setattr(prepare, "HASHED_BYTES", 1000)
+    monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 10)
+    source = tmp_path / "in.txt"
+    text = b"line of a text\n" * 20_000
+    source.write_bytes(text)
+    args = ("text", "--source", source)
+    assert "hashing 293.0 KiB of input once" in run(*args)
+    hashed = []
+    file_digest = hashlib.file_digest
+
+    def note_digest(file, name):
+        hashed.append(Path(file.name).name)
+        return file_digest(file, name)
+
+    monkeypatch.setattr("data.checked.hashlib.file_digest", note_digest)
+    assert "already there" in run(*args) and hashed == []
+    os.utime(source, ns=(0, 0))  # as a copy has it
+    assert "already there" in run(*args) and hashed == ["in.txt"]
+    os.utime(source)
+    between = 293 * 1024 // 30  # the samples are 20 kB apart and have 4 kB
+    edit(source, between, b"X")
+    assert "the input files differ" in run(*args, code=2)
+    source.write_bytes(b"X" + text[1:])
+    assert "the input files differ" in run(*args, code=2)
+    (tmp_path / "out/text/inputs.json").unlink()  # as in a set of an earlier version
+    out = run(*args)
+    assert "no inputs.json, so its input files are not compared" in out and "already there" in out
 
 
 @pytest.mark.parametrize("folder", ["text", "text.partial"])

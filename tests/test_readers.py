@@ -271,6 +271,25 @@ def test_a_folder_says_what_is_read_and_what_is_left(run, tmp_path, monkeypatch)
     assert [file.name for file in named] == ["README.md", ".f.txt"]
 
 
+@pytest.mark.parametrize("name", ["in.tar", "in.tgz"])
+def test_members_of_an_archive_are_read_by_content(run, tmp_path, monkeypatch, name):
+    monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 10)
+    archive = corpora.tar({f"./{path}": data for path, data in FOLDER.items()})
+    source = tmp_path / name
+    source.write_bytes(gzip.compress(archive) if name == "in.tgz" else archive)
+    out = run("text", "--source", source, "--val-fraction", 0.5)
+    left = re.search("left out of archives, no text: (.*)", out)
+    counts = {"3 hidden", "2 .pdf", "1 .jsonl", "1 .json", "1 without an ending", "1 .tex"}
+    assert left and set(left[1].split(", ")) == counts | {"1 .dat"}
+    texts = ["a.txt", "b.TXT", "deep/c.md", "deep/README.md", "README.md", "more/README.md"]
+    texts += ["deep/i.py", "NOTES", "j.txt.old"]
+    read = [raw.data for raw in read_documents(*local_inputs([source], any_text=True), "text")]
+    assert [data for data in read if data] == [FOLDER[path] for path in texts]
+    # other corpora's archives have other files beside .txt and .md
+    read = [raw.data for raw in read_documents(*local_inputs([source]), "text")]
+    assert read == [FOLDER[path] for path in texts[:6]] + 3 * [b"hidden"]
+
+
 @pytest.mark.parametrize("named", ["train.bin", "."])
 def test_bare_tokens_are_called_so(run, tmp_path, named):
     corpora.write_tree(tmp_path / "in", {"train.bin": b"\1\0", "val.bin": b"\1\0"})
