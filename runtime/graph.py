@@ -123,8 +123,12 @@ def capture_graph(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CU
         # thread_local: the thread that reads ahead may pin its batches meanwhile
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = function()
-    finally:
-        torch.cuda.set_stream(stream)  # a failed capture leaves its own stream
+    except RuntimeError:
+        # a failed capture leaves its own stream, and a generator that refuses to draw outside of it
+        torch.cuda.set_stream(stream)
+        generator = torch.cuda.default_generators[stream.device_index]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     return graph, outputs
 
 

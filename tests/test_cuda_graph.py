@@ -167,3 +167,27 @@ def test_a_graph_needs_one_gpu_with_memory_to_spare(capsys, monkeypatch):
 def test_a_run_that_replays_is_equal_to_one_that_does_not_on_gpu(tiny, more, dtype, capsys):
     compare_runs(tiny, "train.device=cuda", f"train.dtype={dtype}", *more)
     assert "steps run without a graph" not in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [["optim.name=muon"], ["model.backend=torch"]])
+def test_steps_that_cast_weights_anew_are_not_replayed_on_gpu(tiny, more, capsys):
+    compare_runs(tiny, "train.device=cuda", "train.dtype=bfloat16", *more)
+    assert capsys.readouterr().out.count("steps run without a graph: it needs optim.name") == 1
+
+
+@pytest.mark.gpu
+def test_steps_run_without_a_graph_whose_capture_fails_on_gpu(tiny, monkeypatch, capsys):
+    capture_graph = graph.capture_graph
+
+    def wait_in_capture(function, pool):
+        def passes():
+            outputs = function()
+            outputs[0].item()  # the host may not wait while a stream is captured
+            return outputs
+
+        return capture_graph(passes, pool)
+
+    monkeypatch.setattr(graph, "capture_graph", wait_in_capture)
+    compare_runs(tiny, "train.device=cuda", "train.dtype=float16")
+    assert capsys.readouterr().out.count("a graph, it cannot be captured: ") == 1
