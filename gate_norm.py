@@ -45,10 +45,22 @@ def gate_scale(config: ModelConfig) -> float:
         return config.gate_scale
     if torch.get_default_device().type == "meta":
         return math.nan  # only shapes are asked for
+    return float(f"{config.gate_norm / own_gate_norm(config, config.n_embd):.7g}")
+
+
+def own_gate_norm(config: ModelConfig, width: int) -> float:
+    """√E‖g‖² of fresh routers by themselves, without model.gate_norm and gate_scale; 1 if dense.
+
+    Args:
+        config: the model.
+        width: C, which together with the std of the routers' weights sets the size of logits.
+    """
+    spec = find_spec(config.router)
+    if spec is None:
+        return 1.0
     c = monte_carlo_scale(config.n_expert, config.top_k) if spec.c == "monte_carlo" else spec.c
-    tau = config.init_std * config.router_init_ratio * math.sqrt(config.n_embd)
-    square = expected_square(spec, config.n_expert, config.top_k, tau)
-    return float(f"{config.gate_norm / (c * math.sqrt(square)):.7g}")
+    tau = config.init_std * config.router_init_ratio * math.sqrt(width)
+    return c * math.sqrt(expected_square(spec, config.n_expert, config.top_k, tau))
 
 
 def expected_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float) -> float:

@@ -97,6 +97,7 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
         *_check_warmup(config),
         *_check_tasks(config),
         *_check_branch(config.train, config.optim),
+        *_check_transfer(config),
     ]
 
 
@@ -250,6 +251,38 @@ def _check_branch(train: Train, optim: Optim) -> Iterator[str]:
         yield (
             f"train.branch_step = {step} is not step {start}, where the decay begins "
             f"({fraction} of train.max_steps = {steps}); set --train.branch_step={start}"
+        )
+
+
+def _check_transfer(config: Config) -> Iterator[str]:
+    """Check optim.transfer, whose ratios are of this model to one with heads of the same size."""
+    if config.optim.transfer == "none":
+        return
+    model = config.model
+    width = config.optim.base_width
+    head_size = max(1, model.n_embd // model.n_head)
+    if not width:
+        yield (
+            "optim.transfer = mup: optim.base_width = 0 is no width; set it to the model.n_embd at "
+            f"which optim.lr was tuned, as --optim.base_width={2 * head_size}, "
+            "or set --optim.transfer=none"
+        )
+    elif width % head_size:
+        yield (
+            f"optim.base_width = {width} does not divide into heads of this model's size, "
+            f"model.n_embd / model.n_head = {head_size}; "
+            f"set --optim.base_width={_round_up(width, head_size)} or another model.n_head"
+        )
+    if config.train.init_from:
+        yield (
+            f"train.init_from = {config.train.init_from}: optim.transfer = mup scales random "
+            "initial weights, and these are trained; set --optim.transfer=none"
+        )
+    if model.gate_norm and model.router != "dense":
+        yield (
+            f"model.gate_norm = {model.gate_norm:g}: optim.transfer = mup makes all gates count as "
+            "gates of norm sqrt(top_k); set --model.gate_norm=0, and --model.gate_scale for a "
+            "factor on that norm"
         )
 
 

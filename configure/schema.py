@@ -552,6 +552,20 @@ class Optim(Section):
     expert_out_lr_ratio: float = key(
         1.0, "learning rate of experts' w_out as a fraction of lr", ge=0, report="option"
     )
+    transfer: Literal["none", "mup"] = key(
+        "none",
+        "mup: lr and model.init_std were tuned at base_width; what each kind of parameter gets "
+        "at this model's shape follows from them (docs/transfer.md)",
+    )
+    base_width: int = key(
+        0, "mup: n_embd at which the settings were tuned", ge=0, acts_if="optim.transfer=mup"
+    )
+    base_layers: int = key(
+        0,
+        "mup: n_layer at which they were tuned; 0: this model's",
+        ge=0,
+        acts_if="optim.transfer=mup",
+    )
     schedule: Literal["cosine", "wsd"] = key(
         "cosine", "after warm-up: a cosine, or constant, then decay"
     )

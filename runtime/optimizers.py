@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from attention import Attention
 from configure.schema import Optim
 from kernels import choose_backend, triton_adamw
-from model import MLP, Experts
+from model import GPT, MLP, Experts
 from runtime.parallel import full_tensor, local_part
+from runtime.transfer import Ratios, find_scale, measure_ratios
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Muon's authors
 NEWTON_SCHULZ_STEPS = 5  # the value of its authors
@@ -124,10 +125,16 @@ def build_optimizer(
 def group_parameters(model: nn.Module, optim: Optim) -> list[Group]:
     """Parameter groups, in the order in which their first parameters are in the model.
 
+    A factor of optim.transfer on a rate leaves rate times decay as it is.
+
     Groups of equal settings stay separate for matrices and for other parameters: a parameter's
     group sets its place in the sum of the gradients' norm.
     """
     groups: dict[tuple, Group] = {}
+    ratios = Ratios()
+    if optim.transfer != "none":
+        assert isinstance(model, GPT)
+        ratios = measure_ratios(model.config, optim)
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -137,8 +144,12 @@ def group_parameters(model: nn.Module, optim: Optim) -> list[Group]:
             settings["lr_ratio"] = optim.router_lr_ratio
         elif name.endswith("experts.w_out"):
             settings["lr_ratio"] = optim.expert_out_lr_ratio
-        if optim.name == "muon" and is_for_muon(name, p.dim()):
+        by_muon = optim.name == "muon" and is_for_muon(name, p.dim())
+        if by_muon:
             settings["momentum"] = optim.momentum
+        rate = find_scale(name, ratios, by_muon).rate
+        settings["lr_ratio"] *= rate
+        settings["weight_decay"] /= rate
         key = (tuple(settings.items()), is_matrix)
         group = groups.setdefault(key, {**settings, "params": []})
         group["params"].append(p)

@@ -34,6 +34,7 @@ from runtime.parallel import (
 from runtime.preflight import Data, InitialWeights, Plan
 from runtime.settings import check_model_settings, describe_model_settings
 from runtime.statistics import Statistics, join
+from runtime.transfer import scale_initial_weights
 from runtime.updates import Updates
 
 
@@ -283,6 +284,8 @@ def build_model(
     """The model with its initial weights, equal on all ranks, on the CPU."""
     torch.manual_seed(config.run.seed)
     model = GPT(config.model)
+    if config.optim.transfer != "none":
+        scale_initial_weights(model, config.optim)
     model.document_token = document_token
     for block in model.blocks:
         block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]

@@ -38,6 +38,8 @@ CONDITIONAL = {
     "optim.muon_split": "optim.name=muon",
     "optim.decay_fraction": "optim.schedule=wsd",
     "optim.decay": "optim.schedule=wsd",
+    "optim.base_width": "optim.transfer=mup",
+    "optim.base_layers": "optim.transfer=mup",
 }
 DEFAULTS = {key: schema["default"] for key, schema in KEYS.items()}
 TABLES = {
@@ -58,7 +60,10 @@ TABLES = {
 @pytest.fixture
 def base(write):
     """A config in which every key has an effect."""
-    return load(write(), sorted({*CONDITIONAL.values()}))
+    settings = sorted({*CONDITIONAL.values()} - {"optim.transfer=mup"})
+    config = load(write(), settings)
+    optim = config.optim.model_copy(update={"transfer": "mup"})  # train.init_from excludes it
+    return config.model_copy(update={"optim": optim})
 
 
 def count_arms(*configs):

@@ -242,6 +242,25 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
             "eval.task_interval = 120",
             1,
         ),
+        ("--optim.transfer=mup", 1, "optim.base_width = 0 is no width", 2),
+        (
+            "--optim.transfer=mup --optim.base_width=100",
+            1,
+            "optim.base_width = 100 does not divide into heads of this model's size",
+            1,
+        ),
+        (
+            "--optim.transfer=mup --optim.base_width=64 --train.init_from=x",
+            1,
+            "train.init_from = x: optim.transfer = mup scales random",
+            1,
+        ),
+        (
+            "--optim.transfer=mup --optim.base_width=64 --model.gate_norm=2",
+            1,
+            "model.gate_norm = 2: optim.transfer = mup",
+            1,
+        ),
         ("--train.branch_from=x", 1, "train.branch_from = x needs a decay that may follow", 1),
         ("--train.branch_step=5", 1, "train.branch_step = 5 needs a trunk", 1),
         (

@@ -1,0 +1,162 @@
+"""optim.transfer: sizes and rates against a table by hand, the gates' identity, coordinates."""
+
+import math
+
+import pytest
+import torch
+
+from configure import Config
+from configure.schema import Model, Optim
+from model import GPT
+from runtime.distributed import Ranks
+from runtime.optimizers import build_optimizer, find_group
+from runtime.state import build_model
+from studies.coordinates import BASE, LEARNED, LR, compare_widths, find_spreads
+
+STD = 0.06
+OUT = STD / math.sqrt(2 * 2)  # of residual projections in a base of two layers
+DECAY = 0.5
+# {end of a name: (std, or value of a vector; rate under AdamW; rate under Muon)} for m times the
+# base's width and d times its depth. The gates of sqrtgate have norm 1 and count as √K = 2.
+TABLE = {
+    "wte.weight": lambda m, d: (STD, 1, 1),
+    "wpe.weight": lambda m, d: (STD, 1, 1),
+    "lm_head.weight": lambda m, d: (STD, 1, 1),
+    "ln_f.weight": lambda m, d: (1 / m, 1 / m, 1 / m),
+    "ln_f.bias": lambda m, d: (0, 1 / m, 1 / m),
+    "ln_1.weight": lambda m, d: (1, 1, 1),
+    "ln_1.bias": lambda m, d: (0, 1, 1),
+    "ln_2.weight": lambda m, d: (1, 1, 1),
+    "ln_2.bias": lambda m, d: (0, 1, 1),
+    "attn.qkv.weight": lambda m, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
+    "attn.qkv.bias": lambda m, d: (0, 1, 1),
+    "attn.proj.weight": lambda m, d: (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
+    "attn.proj.bias": lambda m, d: (0, 1 / d, 1 / d),
+    "router.weight": lambda m, d: (STD / m**0.5, 1 / m, 1 / m),
+    "mlp.w_in.weight": lambda m, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
+    "mlp.w_in.bias": lambda m, d: (0, 1, 1),
+    "mlp.w_out.weight": lambda m, d: (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
+    "mlp.w_out.bias": lambda m, d: (0, 1 / d, 1 / d),
+    "shared.w_in.weight": lambda m, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
+    "shared.w_out.weight": lambda m, d: (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
+    "experts.w_in": lambda m, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
+    "experts.w_out": lambda m, d: (2 * OUT / m**0.5 / d, 2 / m / d, 2 / m**0.5 / d),
+}
+ONE_RANK = Ranks(0, 1, torch.device("cpu"))
+
+
+def build(model: Model, optim: Optim) -> GPT:
+    return build_model(Config(model=model, optim=optim), None, None, ONE_RANK)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize(("m", "d"), [(1, 1), (3, 2)])
+def test_sizes_and_rates_are_of_the_table(m, d, name):
+    """Rate times decay is that of "none". Groups' own ratios stay factors."""
+    model = Model(
+        n_layer=2 * d,
+        n_head=2 * m,
+        n_embd=64 * m,
+        block_size=64,
+        vocab_size=97,
+        n_expert=6,
+        top_k=4,
+        expert_hidden=16 * m,
+        n_shared_expert=1,
+        n_dense_layer=1,
+        bias=True,
+        tie_embeddings=False,
+        init_std=STD,
+        router="sqrtgate",
+    )
+    keys = {"name": name, "weight_decay": DECAY, "router_lr_ratio": 0.25}
+    optim = Optim(**keys, transfer="mup", base_width=64, base_layers=2)
+    gpt = build(model, optim)
+    optimizer = build_optimizer(gpt, optim)
+    checked = set()
+    for parameter, p in gpt.named_parameters():
+        (end,) = [end for end in TABLE if parameter.endswith(end)]
+        checked.add(end)
+        size, by_adamw, by_muon = TABLE[end](m, d)
+        rate = by_muon if name == "muon" else by_adamw
+        if end == "router.weight":
+            rate *= 0.25
+        group = find_group(optimizer, p)
+        assert group["lr_ratio"] == pytest.approx(rate, rel=1e-6), parameter
+        if p.dim() == 1:
+            assert p.detach().numpy() == pytest.approx(size, rel=1e-6), parameter
+            assert group["weight_decay"] == 0
+            continue
+        assert p.std().item() == pytest.approx(size, rel=4 / math.sqrt(2 * p.numel())), parameter
+        decay = DECAY * 0.25 if end == "router.weight" else DECAY
+        assert group["lr_ratio"] * group["weight_decay"] == pytest.approx(decay), parameter
+    assert checked == TABLE.keys()
+
+
+def train(model: Model, optim: Optim, n_step: int = 5, dtype=torch.float32) -> tuple[list, GPT]:
+    """Losses of steps on random tokens, and the trained model."""
+    gpt = build(model, optim).to(dtype)
+    optimizer = build_optimizer(gpt, optim)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(n_step):
+        tokens = torch.randint(model.vocab_size, (4, 9), generator=generator)
+        loss = gpt(tokens[:, :-1], tokens[:, 1:]).loss
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = optim.lr * group["lr_ratio"]
+        optimizer.step(torch.ones(()), torch.zeros(()))
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, gpt
+
+
+SMALL = Model(
+    n_layer=2,
+    n_head=2,
+    n_embd=16,
+    block_size=8,
+    vocab_size=13,
+    n_expert=6,
+    top_k=4,
+    expert_hidden=8,
+    init_std=0.2,
+)
+ROOT_K = "sqrtexp, post=l2 over topk, c=2"  # its gates have norm √K by themselves
+
+
+@pytest.mark.parametrize("router", ["dense", ROOT_K])
+def test_at_the_base_a_step_is_that_of_none_to_the_bit(router):
+    model = SMALL.model_copy(update={"router": router})
+    _, plain = train(model, Optim(lr=1e-2), n_step=1)
+    _, moved = train(model, Optim(lr=1e-2, transfer="mup", base_width=16, base_layers=2), n_step=1)
+    for (name, wanted), p in zip(plain.named_parameters(), moved.parameters(), strict=True):
+        assert p.equal(wanted), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_constant_of_the_router_changes_nothing(name):
+    """The gates' identity of docs/theory.md: with decay too, since rate times decay is fixed."""
+    keys = {"name": name, "lr": 1e-2, "eps": 1e-30, "weight_decay": DECAY}
+    for transfer in ("mup", "none"):
+        optim = Optim(**keys, transfer=transfer, base_width=8)
+        losses = []
+        for router in ("sigmoid, gamma", "sigmoid, gamma, c=5"):
+            model = SMALL.model_copy(update={"router": router})
+            losses.append(train(model, optim, dtype=torch.float64)[0])
+        assert (losses[0] == pytest.approx(losses[1], rel=1e-6)) == (transfer == "mup")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_activations_keep_their_size_over_widths(name):
+    """A factor of 1.3 at most over 64 to 256 channels, and far more without transfer."""
+    spreads = {}
+    for transfer in ("mup", "none"):
+        optim = Optim(name=name, lr=LR, transfer=transfer, base_width=64)
+        spreads[transfer] = find_spreads(compare_widths(BASE, optim, [64, 128, 256], 2))
+    initial = spreads["mup"].pop("logits")
+    assert 1.3 < initial < 2.5  # a factor of 2 = √(256 / 64) before the first step, by design
+    assert max(spreads["mup"].values()) < 1.3, spreads["mup"]
+    assert spreads["none"]["after block 2"] > 3
+    assert spreads["none"][f"logits, from step {LEARNED}"] > 1.5
