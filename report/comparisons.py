@@ -276,6 +276,6 @@ def judge_pairs(
 
 def compare_group(group: Group, baseline: str = "kern", margin: float = 0.0) -> list[Comparison]:
     """Every pair of a group at the end. Nothing is compared before training."""
-    if group.key is None and group.steps[-1] == 0:
+    if group.key is None and not any(group.steps):
         return []
     return judge_pairs(group, find_pairs(group, baseline), margin)

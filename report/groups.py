@@ -10,6 +10,7 @@ whether it is an option, separates groups or is neutral.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median_low
 from typing import Any
 
 from configure.schema import KEYS, select_keys
@@ -65,17 +66,36 @@ class Group:
 
     label: str
     values: dict[str, Any]  # values of the config's keys that all runs share
-    variants: list[Variant]
+    variants: list[Variant]  # of the runs that are compared
     key: str | None = None  # the key of --over; losses at the end of each run are compared
     # the paper's losses as text, {(router, tenths of training): loss}
     paper_losses: dict[tuple[str, int], str] = field(default_factory=dict)
+    # runs that are shown and not compared, a variant for each
+    curves: list[Variant] = field(default_factory=list)
 
     @property
     def runs(self) -> list[Run]:
+        """The runs that are compared."""
         runs = []
         for variant in self.variants:
             runs += variant.runs
         return runs
+
+    @property
+    def shown_runs(self) -> list[Run]:
+        """The runs that are compared, then those of the other curves."""
+        runs = self.runs
+        for curve in self.curves:
+            runs += curve.runs
+        return runs
+
+    def add_variant(self, variant: Variant) -> Variant:
+        """The group's variant of the same router and options, or else `variant`, which is added."""
+        for other in self.variants:
+            if (other.router, other.options) == (variant.router, variant.options):
+                return other
+        self.variants.append(variant)
+        return variant
 
     @property
     def xs(self) -> list[Any]:
@@ -93,8 +113,9 @@ class Group:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Steps at which every run was evaluated; the last is compared."""
-        return sorted(set.intersection(*(set(run.evaluations) for run in self.runs)))
+        """Steps at which every compared run was evaluated; the last is compared."""
+        steps = [set(run.evaluations) for run in self.runs]
+        return sorted(set.intersection(*steps)) if steps else []
 
     @property
     def tenths(self) -> dict[int, int]:
@@ -139,31 +160,34 @@ class Group:
         return [other for other, n in zip(candidates, n_shared, strict=True) if n == most_shared]
 
 
-def group_runs(
-    runs: Sequence[Run], key: str | None = None, unfinished: bool = False
-) -> tuple[list[Group], list[str]]:
-    """Sort runs into groups, with notes on what was left out or is unfinished.
+def group_runs(runs: Sequence[Run], key: str | None = None) -> tuple[list[Group], list[str]]:
+    """Sort runs into groups, with notes on runs that are not compared and on what is incomplete.
 
     Args:
-        runs: with an evaluation each.
+        runs: in any state.
         key: of a report over a key.
-        unfinished: keep unfinished runs where others of their group ended.
 
     Raises:
-        ValueError: the key is not a number, or the runs have one value of it; no group's runs
-            were evaluated on the same text.
+        ValueError: the key is not a number, or the runs have one value of it.
     """
-    kept, notes = drop_unfinished(runs, key, unfinished)
+    compared, others = choose_compared(runs, key)
+    notes = []
+    for run in runs:
+        notes += run.faults
+    notes += [f"{run.folder} is not compared: {run.progress}" for run in others]
     tied_keys: list[str] = []
     if key is not None:
-        check_key(kept, key)
-        tied_keys = find_tied_keys(kept, key)
+        check_key(compared, key)
+        tied_keys = find_tied_keys(compared, key)
+        others = []  # a curve over a key has no steps
     if tied_keys:
         notes.append(f"{', '.join(tied_keys)} changed with {key}")
-    groups, duplicates = build_groups(kept, key, tied_keys)
+    groups, duplicates = build_groups(compared, others, key, tied_keys)
+    notes += duplicates
+    if not groups:
+        return [], notes
     label_variants(groups)
     comparable, faults = reject_incomparable(label_groups(groups))
-    notes += duplicates
     for group in comparable:
         gaps = describe_gaps(group)
         if gaps:
@@ -171,23 +195,31 @@ def group_runs(
     return comparable, notes + faults
 
 
-def drop_unfinished(
-    runs: Sequence[Run], key: str | None, unfinished: bool
-) -> tuple[list[Run], list[str]]:
-    """The runs that count, and a note on each other one.
+def choose_compared(runs: Sequence[Run], key: str | None) -> tuple[list[Run], list[Run]]:
+    """The runs whose losses are compared, and the others. It decides this for every reader.
 
-    An unfinished run does not count in a report over a key, nor where others of its group ended.
+    Runs that finished are compared. Where none of a setting did, and there is no key, those that
+    may still finish are compared, if they were evaluated as far as most of them. So neither a run
+    that has just started nor one that failed moves the step that is compared.
     """
-    groups_that_ended = {run.values(SETTING_KEYS) for run in runs if run.ended}
-    kept = []
-    notes = []
+    finished_settings = {run.values(SETTING_KEYS) for run in runs if is_finished(run)}
+    started: dict[tuple, list[Run]] = {}  # unfinished runs by their settings
     for run in runs:
-        is_behind = key is not None or run.values(SETTING_KEYS) in groups_that_ended
-        if run.ended or unfinished or not is_behind:
-            kept.append(run)
-        else:
-            notes.append(f"{run.folder} is left out: {run.progress} of {run.max_steps:,}")
-    return kept, notes
+        setting = run.values(SETTING_KEYS)
+        may_finish = run.status.state != "failed" and run.last_evaluated > 0
+        if key is None and setting not in finished_settings and may_finish:
+            started.setdefault(setting, []).append(run)
+    compared = [run for run in runs if is_finished(run)]
+    for of_setting in started.values():
+        reached_by_most = median_low(run.last_evaluated for run in of_setting)
+        compared += [run for run in of_setting if run.last_evaluated >= reached_by_most]
+    chosen = set(compared)
+    return compared, [run for run in runs if run not in chosen]
+
+
+def is_finished(run: Run) -> bool:
+    """True if a run's last loss counts: it was evaluated at its end, and did not fail."""
+    return run.ended and run.status.state != "failed"
 
 
 def check_key(runs: Sequence[Run], key: str) -> None:
@@ -226,35 +258,42 @@ def count_values(runs: Sequence[Run], keys: Sequence[str]) -> int:
 
 
 def build_groups(
-    runs: Sequence[Run], key: str | None, tied_keys: Sequence[str]
+    compared: Sequence[Run], others: Sequence[Run], key: str | None, tied_keys: Sequence[str]
 ) -> tuple[list[Group], list[str]]:
     """Groups of the runs, without labels, and a note on each duplicate.
 
-    Of two runs of one variant and seed the one that was evaluated further counts.
+    Of two compared runs of one variant and seed the one that was evaluated further counts. Of the
+    others those with an evaluation are curves.
     """
     group_keys = [other for other in SETTING_KEYS if other != key and other not in tied_keys]
     option_keys = [other for other in OPTION_KEYS if other != key]
     groups: dict[tuple, Group] = {}  # keys: values of group_keys
-    # keys: values of group_keys, router, values of option_keys
-    variants: dict[tuple, Variant] = {}
     notes = []
-    for run in sorted(runs, key=lambda run: -max(run.evaluations)):
+
+    def find_group(run: Run) -> Group:
         values = run.values(group_keys)
         if values not in groups:
             groups[values] = Group("", dict(zip(group_keys, values, strict=True)), [], key)
-        router = run.config.model.router
-        option_values = run.values(option_keys)
-        variant = variants.get((values, router, option_values))
-        if variant is None:
-            variant = Variant(router, dict(zip(option_keys, option_values, strict=True)))
-            variants[values, router, option_values] = variant
-            groups[values].variants.append(variant)
+        return groups[values]
+
+    def make_variant(run: Run) -> Variant:
+        options = dict(zip(option_keys, run.values(option_keys), strict=True))
+        return Variant(run.config.model.router, options)
+
+    for run in sorted(compared, key=lambda run: -run.last_evaluated):
         x = None if key is None else run.value(key)
+        variant = find_group(run).add_variant(make_variant(run))
         first = variant.runs_by_x.setdefault(x, {}).setdefault(run.seed, run)
         if first is not run:
             notes.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
+    for run in others:
+        if run.evaluations:
+            variant = make_variant(run)
+            variant.runs_by_x[None] = {run.seed: run}
+            find_group(run).curves.append(variant)
     for group in groups.values():
         group.variants.sort(key=order_variant)
+        group.curves.sort(key=order_variant)
     return list(groups.values()), notes
 
 
@@ -268,23 +307,26 @@ def order_variant(variant: Variant) -> tuple:
 def reject_incomparable(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
     """The groups whose losses can be compared, and a note on each other one.
 
-    Raises:
-        ValueError: none can.
+    Curves of other text than the compared runs' are removed from their group.
     """
     comparable = []
     faults = []
     for group in groups:
-        if group.key is None and not group.steps:
+        if group.variants and group.key is None and not group.steps:
             folders = ", ".join(str(run.folder) for run in group.runs)
             fault = f"{folders}: evaluated at no common step"
         else:
             fault = find_text_mismatch(group.runs)
         if fault:
             faults.append(fault)
-        else:
-            comparable.append(group)
-    if not comparable:
-        raise ValueError(faults[0])
+            continue
+        comparable.append(group)
+        first = group.shown_runs[0]
+        for curve in list(group.curves):
+            fault = find_text_mismatch([first, *curve.runs])
+            if fault:
+                faults.append(fault)
+                group.curves.remove(curve)
     return comparable, [f"left out: {fault}" for fault in faults]
 
 
@@ -320,7 +362,7 @@ def label_variants(groups: Sequence[Group]) -> None:
     """
     variants = []
     for group in groups:
-        variants += group.variants
+        variants += group.variants + group.curves
     varying = find_varying([variant.options for variant in variants])
     for key in LAST_IN_LABELS:
         values_of_router: dict[str, set[Any]] = {}

@@ -16,7 +16,7 @@ from report.blocks import Block, Bullets, Heading, Paragraph, Picture, Table, wr
 from report.comparisons import MIN_SEEDS, Comparison, compare_group
 from report.groups import Group, group_runs
 from report.paper import read_paper_losses
-from report.runs import read_evaluated_runs
+from report.runs import read_runs
 
 TEXT = tomllib.loads(Path(__file__).with_name("text.toml").read_text("utf-8"))
 
@@ -40,8 +40,12 @@ def read_report(args: Namespace) -> Report:
     """
     if not 0 <= args.margin < math.inf:
         raise ValueError(f"--margin {args.margin:g}: expected 0 or more nats")
-    runs, left_out = read_evaluated_runs(args.runs)
+    runs, left_out = read_runs(args.runs)
     groups, notes = group_runs(runs, args.over)
+    if not groups:
+        faults = [*left_out, *notes] or ["no run among the folders"]
+        remedy = "" if left_out and not runs else "; continue with train.py, or name other runs"
+        raise ValueError(faults[-1].removeprefix("left out: ") + remedy)
     names = set()
     for group in groups:
         if args.experiment:
@@ -73,7 +77,7 @@ def write_report(report: Report, folder: Path, before: Sequence[Block] = ()) -> 
     runs = []
     for group in report.groups:
         blocks += build_section(report, group, folder)
-        runs += group.runs
+        runs += group.shown_runs
     explanations: list[Block] = []
     if runs:
         explanations += [
@@ -103,6 +107,8 @@ def build_section(report: Report, group: Group, folder: Path) -> list[Block]:
         blocks.append(Paragraph(text.format(experiment=report.experiment)))
     losses = pictures.plot_loss(group, report.baseline)
     blocks += save_picture(losses, folder, f"{group.label}-loss", TEXT["losses"])
+    if not group.variants:  # nothing is compared
+        return blocks
     if group.key:
         loss_table = tables.build_loss_table(group)
     else:

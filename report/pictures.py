@@ -39,11 +39,13 @@ Lines = Mapping[Variant, Points]  # one panel
 
 def plot_loss(group: Group, baseline: str) -> Figure | None:
     """Validation loss, and that minus the baseline's, over the key or over steps."""
-    unit = group.runs[0].unit
-    losses = {}
-    differences = {}
-    for variant in group.variants:
+    unit = group.shown_runs[0].unit
+    losses: dict[Variant, Points] = {}
+    differences: dict[Variant, Points] = {}
+    for variant in group.variants + group.curves:
         losses[variant] = collect_means(group, variant, "val/loss")
+        differences[variant] = {}
+    for variant in group.variants:
         differences[variant] = collect_differences(group, variant, baseline)
     panels = {f"validation loss, {unit}": losses, f"minus {baseline}, {unit}": differences}
     return plot_panels(group, panels)
@@ -54,6 +56,7 @@ def plot_measures(group: Group) -> Figure | None:
     panels = {}
     for name in find_measures(group):
         panels[name] = {variant: collect_means(group, variant, name) for variant in group.variants}
+        panels[name] |= dict.fromkeys(group.curves, {})
     return plot_panels(group, panels)
 
 
@@ -113,9 +116,10 @@ def mark_gaps(points: Points, runs: Sequence[Run], name: str) -> Points:
 def choose_variant_style(group: Group, variant: Variant) -> dict[str, Any]:
     """The style of its router. Variants of the only router have colours of their own."""
     style = choose_style(variant.router, [other.router for other in group.variants])
-    style["linewidth"] = 1.4
-    index = group.variants.index(variant)
-    last = len(group.variants) - 1
+    style["linewidth"] = 0.7 if variant in group.curves else 1.4
+    labels = list(dict.fromkeys(other.label for other in group.variants + group.curves))
+    index = labels.index(variant.label)
+    last = len(labels) - 1
     if last > 0 and has_one_router(group):
         style["color"] = matplotlib.colormaps["viridis"](0.9 * index / last)
         style["marker"] = "os^DvP*X"[index % 8]
@@ -124,15 +128,16 @@ def choose_variant_style(group: Group, variant: Variant) -> dict[str, Any]:
 
 def has_one_router(group: Group) -> bool:
     """True if all variants of a group have the same router."""
-    return len({variant.router for variant in group.variants}) == 1
+    return len({variant.router for variant in group.variants + group.curves}) == 1
 
 
 def split_rows(group: Group) -> dict[str, list[Variant]]:
     """Variants by their options, a row of panels each; variants of one router are in one row."""
+    variants = group.variants + group.curves
     if has_one_router(group):
-        return {"": group.variants}
+        return {"": variants}
     rows: dict[str, list[Variant]] = {}
-    for variant in group.variants:
+    for variant in variants:
         rows.setdefault(variant.options_label, []).append(variant)
     return rows
 
@@ -184,9 +189,17 @@ def draw_panel(axes: Axes, group: Group, lines: Lines, bars: bool) -> None:
         else:
             axes.fill_between(xs, lows, highs, color=style["color"], alpha=0.15, linewidth=0)
         style["markersize"] = max(1, min(MARKER_SIZE, MARKER_SPACE / len(points)))
-        axes.plot(xs, means, label=variant.label, **style)
+        axes.plot(xs, means, label=label_line(group, variant), **style)
     if lines and not group.key:
         leave_out_start(axes, list(lines.values()))
+
+
+def label_line(group: Group, variant: Variant) -> str:
+    """A variant's label; that of a run that is not compared says its seed and state."""
+    if variant not in group.curves:
+        return variant.label
+    (run,) = variant.runs
+    return f"{variant.label}, seed {run.seed}, {run.status.state}"
 
 
 def scale_key_axis(axes: Axes, group: Group) -> None:

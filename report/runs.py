@@ -6,21 +6,20 @@ Imports no torch.
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import configure
-from configure.schema import KEYS, has_effect, select_keys
-from data.tokenizer import ByteTokenizer
+from common.text import escape_controls
+from configure.schema import select_keys
+from report.run import Run
+from report.status import find_status, last_modified
 from runtime import RunError, check_is_run
-from runtime.manifest import read_newest_metadata
 from runtime.metrics import (
     ARRAYS,
-    Steps,
     collect_steps,
     describe_missing,
     find_damage,
@@ -28,102 +27,12 @@ from runtime.metrics import (
     list_arrays,
     read_metrics,
 )
-from runtime.settings import check_model_settings
 
 VALIDATION_ARRAYS = [name for name in ARRAYS if name.startswith("val/")]
 REMEDY = (
     "give them separate reports, or score both on one text: "
     "python -m eval.val_loss RUN --data SET_OR_FILE"
 )
-
-
-@dataclass(eq=False)
-class Run:
-    """A run's files, read."""
-
-    folder: Path
-    config: configure.Config
-    # {step: line of metrics.jsonl with a finite validation loss}
-    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
-    logs: list[dict[str, Any]] = field(default_factory=list)  # lines with a training loss
-    diverged: int | None = None  # step of the first validation loss that was not finite
-    missing: Steps = field(default_factory=dict)  # steps that had lines by its last checkpoint
-    faults: list[str] = field(default_factory=list)  # of its metrics and arrays
-
-    @property
-    def seed(self) -> int:
-        return self.config.run.seed
-
-    @property
-    def max_steps(self) -> int:
-        return self.config.train.max_steps
-
-    @property
-    def ended(self) -> bool:
-        """True if it was evaluated at its last step."""
-        return self.max_steps in self.evaluations
-
-    @property
-    def progress(self) -> str:
-        """The last evaluated step, as text."""
-        text = f"evaluated up to step {max(self.evaluations, default=0):,}"
-        if self.diverged is not None:
-            text += f", loss not finite at {self.diverged:,}"
-        return text
-
-    @property
-    def unit(self) -> str:
-        """The unit of its losses; with a vocabulary of bytes, tokens are bytes."""
-        if self.config.model.vocab_size == ByteTokenizer.vocab_size:
-            return "nats per byte"
-        return "nats per token"
-
-    def value(self, key: str) -> Any:
-        """The config's value of a dotted key, as reports compare it; a mixture as text.
-
-        A key without effect has its default. A mixture's data.name is empty: the mixture says it
-        all. A balance loss over micro-batches depends on their size, so its scope names the size.
-        """
-        schema = KEYS[key]
-        if not has_effect(key, self.value):
-            return schema["default"]
-        value = attrgetter(key)(self.config)
-        if value in schema["report_as"]:
-            return schema["report_as"][value]
-        if key == "data.name" and self.config.data.mix:
-            return ""
-        if key == "train.balance_loss_scope" and value == "micro_batch":
-            return f"{value} of {self.config.train.micro_batch_size}"
-        return str(value) if isinstance(value, dict) else value
-
-    def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
-        """The `value` of each key."""
-        return tuple(self.value(key) for key in keys)
-
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        """Every line of metrics.jsonl that has a loss: evaluations, then logs."""
-        return [*self.evaluations.values(), *self.logs]
-
-    def series(self, name: str) -> dict[int, float]:
-        """{step: value} of a name in metrics.jsonl."""
-        return {line["step"]: line[name] for line in self.lines if name in line}
-
-    def count_windows(self) -> int:
-        """The number of validation windows of an evaluation."""
-        count = self.config.eval.windows
-        for line in self.evaluations.values():
-            if "val/window_losses" in line:
-                count = len(line["val/window_losses"])
-        return count
-
-    def check_config(self) -> None:
-        """Raise RunError if the last checkpoint was trained with other settings than the config."""
-        check_model_settings(self.config, self.identity(), self.folder)
-
-    def identity(self) -> dict[str, Any]:
-        """The metadata of the run's last checkpoint; {} without an intact one."""
-        return read_newest_metadata(self.folder / "checkpoints")
 
 
 def read_run(folder: Path) -> Run:
@@ -154,6 +63,7 @@ def read_run(folder: Path) -> Run:
             run.evaluations[line["step"]] = line
         elif "val/loss" in line and run.diverged is None:
             run.diverged = line["step"]
+    run.status = find_status(run)
     return run
 
 
@@ -168,38 +78,38 @@ def check_lists(folder: Path, line: dict[str, Any]) -> None:
             )
 
 
-def read_evaluated_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
-    """Read the runs at these places and below that have a finite validation loss.
+class Reading(NamedTuple):
+    """The runs of some folders as they are now, and a line for each folder that is left out."""
 
-    Returns:
-        The runs, and a note on each folder that is left out or has faults.
+    runs: list[Run]
+    left_out: list[str]
 
-    Raises:
-        ValueError: no run is left.
+
+def read_runs(places: Iterable[Path]) -> Reading:
+    """Read the runs at these places and below, and find the state of each.
+
+    Reports, the live page, the table of scripts.watch and that of scripts.sweep all start here.
     """
-    runs = []
-    faults = []
+    reading = Reading([], [])
     for folder in list_candidates(places):
+        metrics = folder / "metrics.jsonl"
         try:
-            run = read_run(folder)
+            modified = last_modified(folder / "config.toml", metrics, *list_arrays(metrics))
+            run = read_cached(folder, modified)
             run.check_config()
-        except (OSError, ValueError) as error:
-            faults.append(" ".join(str(error).split()))
-            continue
-        if run.evaluations:
-            runs.append(run)
-        elif run.diverged is not None:
-            faults.append(f"{folder}: diverged; lower optim.lr, or leave it out")
-        else:
-            faults.append(f"{folder}: not evaluated yet; continue with train.py, or leave it out")
-    if not runs and faults:
-        raise ValueError(faults[0])
-    if not runs:
-        raise ValueError("no run among the folders; give some such as runs/quickstart-kern")
-    notes = [f"left out: {fault}" for fault in faults]
-    for run in runs:
-        notes += run.faults
-    return runs, notes
+            run.status = find_status(run)  # its lock changes without its files
+            reading.runs.append(run)
+        except Exception as error:  # whatever is wrong in one folder, the others are read
+            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = reason.removeprefix(f"{folder}: ")
+            reading.left_out.append(escape_controls(f"left out: {folder}: {reason}"))
+    return reading
+
+
+@lru_cache(maxsize=1000)
+def read_cached(folder: Path, modified: float) -> Run:
+    """The run in a folder, read again when `modified`, the time of its newest file, changes."""
+    return read_run(folder)
 
 
 def list_candidates(places: Iterable[Path]) -> list[Path]:
@@ -210,8 +120,7 @@ def list_candidates(places: Iterable[Path]) -> list[Path]:
     folders: list[Path] = []
     for place in places:
         below = find_runs([place])
-        has_report = (place / "report.html").is_file()
-        if not below and not has_report:
+        if not below and not (place / "report.html").is_file():
             below = [place]
         folders += [folder for folder in below if folder not in folders]
     return folders

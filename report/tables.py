@@ -45,7 +45,7 @@ def summarize_run(run: Run) -> dict[str, str]:
     from model import count_parameters  # imports torch
 
     total, active = count_parameters(run.config.model)
-    last_step = max(run.evaluations)
+    last_step = run.last_evaluated
     losses = run.series("val/loss")
     best_step = min(run.evaluations, key=lambda step: losses[step])
     speeds = run.series("perf/tokens_per_sec").values()
@@ -243,12 +243,12 @@ def build_measure_table(group: Group) -> Table:
 
 def describe_group(group: Group) -> str:
     """The text, the length of training, and the validation windows."""
-    run = group.runs[0]
+    run = group.shown_runs[0]
     tokens = run.config.train.batch_size * run.config.model.block_size
-    lengths = sorted({run.max_steps for run in group.runs})
+    lengths = sorted({run.max_steps for run in group.shown_runs})
     steps = " or ".join(f"{length:,}" for length in lengths)
     windows = f"{run.count_windows():,} validation windows"
-    last_evaluation = run.evaluations[max(run.evaluations)]
+    last_evaluation = run.evaluations[run.last_evaluated]
     documents = set(last_evaluation.get("val/window_documents", ()))
     if documents:
         windows += f" of {plural(len(documents), 'document')}"

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+FAILURE_FILE = "failure.txt"  # in a run's folder: the error that ended its last start
+
 
 class RunError(ValueError):
     """The run cannot start or continue; the message names what is wrong and the remedy."""

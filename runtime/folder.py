@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -14,7 +14,7 @@ import configure
 from common.files import sync_folder, take_lock, write_atomic
 from configure import KEYS, Config
 from configure.schema import select_keys
-from runtime import RunError, checkpoint, describe_write_errors
+from runtime import FAILURE_FILE, RunError, Stopped, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
 from runtime.metrics import read_metrics
 from runtime.settings import check_model_settings
@@ -183,7 +183,8 @@ class RunFolder:
         """Within this context no other job writes to the folder.
 
         Rank 0 makes the folder, holds its lock and removes partial saves. The lock ends with the
-        process, even if it is killed.
+        process, even if it is killed. An error within is written to FAILURE_FILE, for readers of
+        the folder; the next job removes it.
 
         Raises:
             RunError: another process holds the folder, or it cannot be written.
@@ -216,8 +217,18 @@ class RunFolder:
                 os.write(
                     file.fileno(), owner.encode()
                 )  # a buffer would be written again at the end
+                failure = self.path / FAILURE_FILE
+                failure.unlink(missing_ok=True)
             checkpoint.remove_partial_saves(self.checkpoints)
-            yield
+            try:
+                yield
+            except Stopped:
+                raise
+            except Exception as error:
+                reason = str(error).removeprefix(f"{self}: ") or type(error).__name__
+                with suppress(OSError):  # must not hide the error that ends the run
+                    write_atomic(failure, f"{reason}\n".encode(errors="replace"))
+                raise
 
     def write_config(self, config: Config) -> None:
         """Write the resolved config.toml. Raises RunError if that fails."""

@@ -15,7 +15,8 @@ from runs import ALONE, content, steps
 import train
 from configure import is_name_chosen, load
 from configure.schema import KEYS
-from runtime import RunError
+from report.runs import read_run
+from runtime import RunError, Stopped
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, find_or_rename, path_of
 
@@ -238,3 +239,25 @@ def test_claim_and_config_survive_a_power_failure(disk_calls, tiny):
     assert RunFolder(run.path).recorded == tiny()
     with run.claim(ALONE):  # whoever held it before is forgotten
         assert (run.path / "lock").read_text().count("process") == 1
+
+
+@pytest.mark.parametrize(
+    "error, state, trouble",
+    [
+        (RunError("tiny: no space. Make room"), "failed", "tiny: no space"),
+        (MemoryError(), "failed", "MemoryError"),
+        (Stopped("saved"), "stopped", ""),
+        (KeyboardInterrupt(), "stopped", ""),
+    ],
+)
+def test_an_error_is_written_to_the_folder_until_the_next_start(tiny, error, state, trouble):
+    run = RunFolder(path_of(tiny()))
+    run.path.mkdir(parents=True)
+    run.write_config(tiny())
+    with pytest.raises(type(error)), run.claim(ALONE):
+        raise error
+    status = read_run(run.path).status
+    assert (status.state, status.trouble) == (state, trouble)
+    with run.claim(ALONE):
+        pass
+    assert read_run(run.path).status.state == "stopped"

@@ -625,7 +625,7 @@ def test_lost_lines_and_damaged_arrays_are_named(tiny, tmp_path, capsys, lost):
         page = (tmp_path / "report/report.md").read_text()
         assert_named(page)
         assert f"{arrays.name} is damaged" in page
-        ((group,), _) = group_runs([read_run(place)], unfinished=True)
+        ((group,), _) = group_runs([read_run(place)])
         points = collect_means(group, group.variants[0], "val/loss")
         gaps = [step for step, point in points.items() if math.isnan(point.mean)]
         assert gaps == evaluations and list(points) == list(range(0, last_step + 1, 2))

@@ -27,11 +27,12 @@ from runs import ALONE, REPO_ROOT
 
 from common.files import is_locked
 from common.text import escape_controls
-from report.runs import read_run
-from runtime import RunError
+from report.runs import Reading, read_run, read_runs
+from report.status import find_status
+from runtime import FAILURE_FILE, RunError
 from runtime.folder import RunFolder
 from scripts import watch
-from scripts.watch import Snapshot, build_page, describe_status, make_server, read_snapshot
+from scripts.watch import build_page, describe_run, make_server
 
 TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}
 END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
@@ -73,7 +74,7 @@ def append(folder, *lines):
 
 
 def status_of(folder, now=None):
-    return describe_status(read_run(folder), now)
+    return find_status(read_run(folder), now)
 
 
 def dead_process():
@@ -117,7 +118,7 @@ def test_state(make_run, owner, lines, held, host, quiet, state):
     trouble = f"no metrics since {written}" if held and quiet > 300 else ""
     if state == "unknown":
         trouble = f"its lock on elsewhere is not visible here; last written {written}"
-    assert (status["state"], status["trouble"]) == (state, trouble)
+    assert (status.state, status.trouble) == (state, trouble)
 
 
 def test_a_lock_that_cannot_be_asked_for_is_unknown(make_run, monkeypatch):
@@ -126,7 +127,7 @@ def test_a_lock_that_cannot_be_asked_for_is_unknown(make_run, monkeypatch):
 
     folder = make_run("one", LOG, os.getpid())
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert status_of(folder)["state"] == "unknown"
+    assert status_of(folder).state == "unknown"
 
 
 def test_watching_keeps_no_run_from_its_lock(make_run):
@@ -174,8 +175,8 @@ def test_numbers_and_the_time_left(make_run):
         "",
     ]
     with locked(folder):
-        assert [*status_of(folder).values()] == row
-    assert status_of(folder)["left"] == ""
+        assert [*describe_run(read_run(folder)).values()] == row
+    assert describe_run(read_run(folder))["left"] == ""
 
 
 SLOW = "warning: slow disk"
@@ -189,6 +190,9 @@ BAD, GOOD = {"val/loss": NAN}, {"val/loss": 2.0}
     (LOG, {"crash-step_9.json": "", "crash-step_8.json": ""},
      "failed", "crash dump crash-step_9.json"),
     (LOG, {"train.log": "error: old\nx\nerror: no disk\ny"}, "failed", "error: no disk"),
+    (LOG, {FAILURE_FILE: "20 steps in a row skipped. Start again\n"},
+     "failed", "20 steps in a row skipped"),
+    (END, {FAILURE_FILE: "no space left\n"}, "failed", "no space left"),
     (LOG, {"train.log": f"{SLOW}\n"}, "stopped", SLOW),
     (END, {"train.log": f"{SLOW}\n"}, "finished", SLOW),
 ])  # fmt: skip
@@ -197,7 +201,7 @@ def test_trouble(make_run, lines, files, state, trouble):
     for name, text in files.items():
         (folder / name).write_text(text)
     status = status_of(folder)
-    assert (status["state"], status["trouble"]) == (state, trouble)
+    assert (status.state, status.trouble) == (state, trouble)
 
 
 # ---- the table
@@ -217,7 +221,7 @@ def test_the_table(make_run, tmp_path, call, monkeypatch):
     )
     assert a.split() == ["runs/a", "stopped", "50", "of", "100", "50%", "2.5000", "3.0000", "80"]
     assert left_out.startswith("left out: runs/c: ")
-    with make_server(0, lambda: read_snapshot([])) as server:
+    with make_server(0, lambda: Reading([], [])) as server:
         port = str(server.server_port)
         assert f"port {port}: " in call(watch.main, f"--serve={port}", code=2)
 
@@ -258,14 +262,14 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
     for router, until in (("kern", 1.0), ("tanh", 0.5)):
         fake_runs.make_run(tmp_path / f"runs/{router}", f"model.router={router}", until=until)
 
-    with serve(lambda: read_snapshot([tmp_path / "runs"])) as (get, _):
+    with serve(lambda: read_runs([tmp_path / "runs"])) as (get, _):
         page = get()
         assert "refresh" in page and page.count("data:image/png") == 2
         assert re.search(r"<td>\S+/runs/tanh</td><td>stopped</td><td>500 of 1,000", page)
         assert (
-            "<b>tanh</b>" in page
-            and "compared at step 500" in page
-            and "undecided (1 seed)" in page
+            "<b>kern</b>" in page
+            and "<b>tanh</b>" not in page
+            and "runs/tanh is not compared: stopped at step 500 of 1,000" in page
         )
         writes = []
         monkeypatch.setattr(watch, "build_page", lambda *of: writes.append(1) or build_page(*of))
@@ -289,8 +293,8 @@ def test_idle_connections_end_and_threads_are_few(monkeypatch):
     monkeypatch.setattr(watch, "MAX_THREADS", 3)
     monkeypatch.setattr(watch, "IDLE_SECONDS", 0.5)
     before = threading.active_count()
-    snapshot = Snapshot([], [], ["left out: runs/b: no reason"])
-    with serve(lambda: snapshot) as (get, port), ExitStack() as stack:
+    reading = Reading([], ["left out: runs/b: no reason"])
+    with serve(lambda: reading) as (get, port), ExitStack() as stack:
         idle = []
         for _ in range(9):
             connection = socket.create_connection(("127.0.0.1", port), timeout=20)
@@ -423,7 +427,7 @@ def test_a_damaged_folder_is_a_line_and_the_others_are_shown(damaged_runs, tmp_p
 
 def test_the_page_shows_damaged_folders_and_the_others(damaged_runs, tmp_path, monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 25)
-    page = html.unescape(build_page(read_snapshot([Path("runs")])).decode())
+    page = html.unescape(build_page(read_runs([Path("runs")])).decode())
     for name, (_, says) in DAMAGES.items():
         assert escape_controls(name) in page and says in page
     assert "<code>runs/good</code>" in page and "data:image/png" in page
@@ -436,16 +440,16 @@ def test_a_run_that_breaks_the_report_leaves_the_table(make_run, monkeypatch):
         raise KeyError("odd")
 
     monkeypatch.setattr("report.groups.group_runs", fail)
-    page = build_page(read_snapshot([folder])).decode()
+    page = build_page(read_runs([folder])).decode()
     assert f"<td>{folder}</td><td>finished</td>" in page and "no report: " in page
 
 
 def test_runs_that_cannot_be_compared_are_in_the_page(tmp_path, make_run):
-    page = build_page(Snapshot([], [], [])).decode()
+    page = build_page(Reading([], [])).decode()
     assert "No runs yet" in page and "refresh" in page
     folders = [
         make_run("a", [(10, {"val/loss": 2.0})]),
         make_run("b", [(20, {"val/loss": 2.0})], None, "tanh"),
     ]
-    page = build_page(read_snapshot(folders)).decode()
+    page = build_page(read_runs(folders)).decode()
     assert "evaluated at no common step" in page and all(str(folder) in page for folder in folders)
