@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 
@@ -700,6 +701,24 @@ def test_bad_arguments(rules, capsys):
     rules.write_text(rules.read_text().replace("margin", "marginn"))
     assert main(["--track", str(rules), "table"], Stop()) == 2
     assert "margin" in capsys.readouterr().err
+
+
+def test_entries_that_start_at_once_on_a_fresh_clone(protocol, rules, tmp_path):
+    """One prepares the text, the other waits for it; a text that is absent is an error."""
+    (tmp_path / "a.txt").write_text("one\n" * 4000)
+    (tmp_path / "b.txt").write_text("two\n" * 400)
+    rules.write_text(rules.read_text().replace('name = "tiny"', 'name = "fresh"', 1))
+    text = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    fresh = protocol.model_copy(update={"text": text})
+    with pytest.raises(ValueError, match="preparing the track's text ended with 2"):
+        entry.prepare_data(protocol)
+
+    def refuse(_):
+        with pytest.raises(ValueError, match="fresh has sha256 .*, the protocol"):
+            entry.prepare_data(fresh)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(refuse, range(2)))
 
 
 def test_a_rung_that_does_not_fit_into_memory(protocol, monkeypatch):

@@ -83,17 +83,22 @@ def check_memory(protocol: Protocol, options: Mapping[str, Any], parallel: int) 
 
 
 def prepare_data(protocol: Protocol) -> None:
-    """Prepare the track's set if it is missing.
+    """Prepare the track's set if it is missing, or wait for another process that does.
 
-    Raises ValueError if the set, or its text, differs from the protocol's.
+    Raises ValueError if that fails, or if the set, or its text, differs from the protocol's.
     """
     (folder,) = configure.load(protocol.file).data.folders
-    if not (folder / "meta.json").exists():
-        source, val_source = protocol.text
-        command = [sys.executable, "-m", "data.prepare", "text", "--tokenizer", "bytes"]
-        command += ["--source", source, "--val-source", val_source]
-        command += ["--name", folder.name, "--out", str(folder.parent)]
-        subprocess.run(command, check=True)
+    protocol.runs.mkdir(parents=True, exist_ok=True)
+    with (protocol.runs / "data.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # entries may start at once on a fresh clone
+        if not (folder / "meta.json").exists():
+            source, val_source = protocol.text
+            command = [sys.executable, "-m", "data.prepare", "text", "--tokenizer", "bytes"]
+            command += ["--source", source, "--val-source", val_source]
+            command += ["--name", folder.name, "--out", str(folder.parent)]
+            code = subprocess.run(command).returncode
+            if code:
+                raise ValueError(f"{folder}: preparing the track's text ended with {code}")
     sha256 = identify([read_meta(folder)], [1.0])["data"]
     if sha256 != protocol.data_sha256:
         raise ValueError(
