@@ -555,11 +555,13 @@ def test_verify_names_every_wrong_value(protocol):
     for changed in damaged:
         content = {key: value for key, value in changed.items() if key != "sha256"}
         contents.append(json.dumps(content | {"sha256": sha256_of(content)}))
-    refused = 0
+    accepted = []
     for content in contents:
         path.write_text(content)
-        refused += bool(verify.find_record_faults(protocol, path, []))
-    assert len(contents) > 150 and refused > 0.75 * len(contents)  # none is a traceback
+        if not verify.find_record_faults(protocol, path, []):
+            accepted.append(json.loads(content))
+    assert len(contents) > 150 and len(accepted) == 1
+    assert accepted[0]["runs"][-1]["loss"] is None  # a run that diverged
 
 
 def test_chances_of_a_rerun():

@@ -39,6 +39,7 @@ LARGEST = 150_000  # bytes of a record's file
 TOLERANCE = 1e-6  # nats per byte: losses by document are rounded to 1e-7
 FALSE_ALARM = 0.01  # chance that reruns fail an honest entry
 LIE = 0.006  # nats per byte, of which `describe_power` tells the chance to pass
+MEASURES = ("gate_norm", "load_imbalance", "dead_experts", "zero_gates")  # of a judged run
 AGAIN = "enter it again: python -m scripts.track enter"
 
 
@@ -171,7 +172,7 @@ def find_content_faults(
             f"{AGAIN} {name}"
         )
         return faults
-    if name != path.stem or record["draft"]:
+    if name != path.stem or record["draft"] is not False:
         kind = "a draft" if record["draft"] else name
         faults.append(f"it is {kind}: one entry a name, in NAME.json")
     if record["data_sha256"] != protocol.data_sha256:
@@ -182,6 +183,7 @@ def find_content_faults(
         faults.append(f"it lacks the times of a step; {AGAIN} {name}")
     faults += find_router_faults(protocol, name, record["options"], others)
     faults += find_run_faults(protocol, record)
+    faults += find_measure_faults(record)
     return faults + find_code_faults(record)
 
 
@@ -213,6 +215,30 @@ def find_run_faults(protocol: Protocol, record: Record) -> list[str]:
                 f"the loss of {task_of(run).name} is {run['loss']}, the mean of its documents "
                 f"{mean:.6f}"
             )
+    return faults
+
+
+def find_measure_faults(record: Record) -> list[str]:
+    """List measures and times that are no numbers, or that only some judged runs have.
+
+    A router without gates has no measures of them.
+    """
+    faults = []
+    judged = [run for run in record["runs"] if run["round"] == "judge" and run["loss"] is not None]
+    for measure in MEASURES:
+        values = [run[measure] for run in judged if measure in run]
+        is_complete = len(values) in (0, len(judged))
+        if measure == "gate_norm":  # at the start and at the end
+            is_complete = is_complete and all(len(pair) == 2 for pair in values)
+            values = [number for pair in values for number in pair]
+        if not is_complete or not all(math.isfinite(value) for value in values):
+            faults.append(
+                f"{measure} is missing or no number in a judged run; {AGAIN} {record['name']}"
+            )
+    for times in record.get("step_ms", []):
+        values = (times["reference"], times["entry"])
+        if not all(math.isfinite(value) and value > 0 for value in values):
+            faults.append(f"step_ms {times}: expected positive numbers; {AGAIN} {record['name']}")
     return faults
 
 
