@@ -327,8 +327,8 @@ def last_step_of(file: Path) -> int:
     return int(file.stem[-8:])
 
 
-def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndarray]]:
-    """{step: {name: array}} of a file of arrays, for the `names` that it has.
+def load_arrays(file: Path, names: Sequence[str] | None = None) -> dict[int, dict[str, np.ndarray]]:
+    """{step: {name: array}} of a file of arrays, for the `names` that it has, or for all.
 
     Raises RunError if it is damaged.
     """
@@ -337,7 +337,7 @@ def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndar
         if not file.is_file():  # opening a FIFO would wait for a process that writes to it
             raise OSError("not a regular file")
         with np.load(file) as data:
-            columns = {name: data[name] for name in names if name in data}
+            columns = {name: data[name] for name in names or data.files if name in data}
             for index, step in enumerate(data["step"]):
                 rows[int(step)] = {name: column[index] for name, column in columns.items()}
     except Exception as error:  # numpy and zipfile raise many kinds
@@ -350,7 +350,7 @@ def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndar
 def find_damage(file: Path) -> list[str]:
     """The fault of a file of arrays; none if it is intact."""
     try:
-        load_arrays(file, ARRAYS)
+        load_arrays(file)
     except RunError as error:
         return [str(error)]
     return []

@@ -2,7 +2,8 @@
 # (by default requirements.txt; again only when they change), and activates it. PYTHON names another interpreter than
 # python3.
 # requirements.txt and requirements-report.txt, 1.6 GB with torch for CPUs, took pip 3:50 minutes on two cores at a load
-# of 10 (2026-11-26; torch and others from local files).
+# of 10 (2026-11-26; torch and others from local files). uv 0.13.9 took 1:25 for 5.1 GB, with PyPI's torch for CUDA
+# (2026-11-27, two busy cores).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
