@@ -1,5 +1,6 @@
 """Files that are written completely or not at all, and locks on files."""
 
+import errno
 import fcntl
 import os
 import time
@@ -44,6 +45,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError if a path is a FIFO or a device: opening it might wait forever for a writer."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "a pipe, socket or device, not a file", str(path))
 
 
 def take_lock(file: IO) -> None:

@@ -28,6 +28,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.files import check_regular
 from configure.check import find_conflicts, find_errors, format_toml, show, show_key
 from configure.schema import KEYS, SECTIONS, Config, Mix, Optim, has_effect, select_keys
 
@@ -368,6 +369,7 @@ def _describe_open_axes(path: str | Path, overrides: Sequence[str], axes: Axes) 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
+        check_regular(path)
         table = tomllib.loads(path.read_bytes().decode())
         if is_deep(table):
             raise ValueError(f"more than {MAX_DEPTH} keys in one another")

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._pytree import tree_map
 
-from common.files import sync_folder, write_atomic
+from common.files import check_regular, sync_folder, write_atomic
 from configure.schema import Train
 from runtime import RankError, RunError, describe_write_errors, distributed
 from runtime.distributed import Ranks
@@ -585,6 +585,7 @@ class TensorUnpickler(pickle.Unpickler):
 
 def _describe_file(path: Path, note_step: Callable[[], object] = int) -> dict[str, Any]:
     """A file's entry in the manifest; `note_step` is called after each part. Raises OSError."""
+    check_regular(path)
     with WatchedFile(path, "rb", note_step) as file:
         return {
             "bytes": path.stat().st_size,

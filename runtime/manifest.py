@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common.files import check_regular
 from runtime import RunError
 
 MANIFEST = "manifest.json"
@@ -39,6 +40,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = Path(path, MANIFEST)
     body = {}
     try:
+        check_regular(file)
         text = file.read_bytes().decode()
         body = json.loads(text)["body"]
         is_own = path.name == folder_of("", body["step"]).name

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.files import write_atomic
+from common.files import check_regular, write_atomic
 from data.bins import sha256_of
 from track.contest import Losses, Protocol, Task, draw_settings, list_tasks
 
@@ -69,6 +69,7 @@ def write_record(path: Path, record: Record) -> None:
 def read_json(path: Path) -> Record:
     """Read a file that may be a record. Raises ValueError if it is no JSON object."""
     try:
+        check_regular(path)
         record = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}; take it from its commit again") from None
