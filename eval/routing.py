@@ -57,6 +57,18 @@ MIN_COUNT = 10  # occurrences; the choices of a rarer token are mostly noise (no
 BATCH_TOKENS = 4096
 WINDOWS = 64  # read unless --windows says otherwise
 
+COLUMNS_OF_LAYERS = """\
+busiest: highest over mean load    idle: experts without a token
+in use: experts by the entropy of loads, per token: by that of a token's scores
+zero gates: share of gates that are 0
+vocabulary: share of a token's occurrences that its most frequent expert has
+partner: share of an expert's tokens that its most frequent partner has
+(in brackets: the same of choices shuffled across windows)"""
+COLUMNS_OF_AGREEMENT = """\
+same number: share of a token's experts with equal numbers in both runs
+matched: the same after the best renumbering of experts (in brackets: by chance)
+beyond chance: (matched - chance) / (1 - chance)"""
+
 
 class LayerCounts:
     """Sums over the tokens of one layer.
@@ -428,10 +440,10 @@ def print_measures(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "routing.json", json.dumps(report) + "\n")
 
-    print(f"{text_table(*tabulate_layers(layers))}\n")
+    print(f"{text_table(*tabulate_layers(layers))}\n\n{COLUMNS_OF_LAYERS}\n")
     if other:
         table = text_table(*tabulate_agreement(report["agreement"]))
-        print(f"agreement with {report['other']}\n{table}\n")
+        print(f"agreement with {report['other']}\n{table}\n\n{COLUMNS_OF_AGREEMENT}\n")
     print(
         f"{report['tokens']:,} tokens; "
         f"a picture of the loads: python -m scripts.draw {folder}/routing.json"

@@ -52,6 +52,7 @@ from eval.trained import (
 )
 
 TEXT_FIELD = "text"  # the field of JSON and parquet rows that holds the document
+MAX_LOSS = 20  # nats per token; guessing among 2^16 tokens is 11: beyond, perplexity is "inf"
 WINDOWS = 1024  # scored in one call of the scorer; bounds memory
 HEAD = ("data", "windows", "tokens", "bytes", "loss, nats per token", "perplexity", "bits per byte")
 
@@ -319,7 +320,7 @@ def summarize_losses(
     bits_per_byte = math.nan
     if size:
         bits_per_byte = float(nats.sum() / math.log(2) / size)
-    perplexity = math.exp(min(loss, 700))  # e^710 overflows
+    perplexity = math.exp(loss) if loss < MAX_LOSS else math.inf
     return Result(W, tokens, size, loss, stderr, perplexity, bits_per_byte)
 
 

@@ -38,6 +38,18 @@ def check_command(argv: Sequence[str]) -> None:
         sys.exit(2)
 
 
+def describe_next(run: Path, config: configure.Config) -> str:
+    """Commands to type after a run, also those that open or send its trackers' files."""
+    lines = [NEXT.format(run=run)]
+    if any(run.glob("wandb/offline-run-*")):
+        lines.append(f"  wandb sync {run}/wandb/offline-run-*")
+    elif config.log.wandb != "disabled":
+        lines.append(f"  ls {run}/wandb    # wandb's files")
+    if config.log.tensorboard:
+        lines.append(f"  tensorboard --logdir {run}/tensorboard")
+    return "\n".join(lines)
+
+
 def launch(argv: list[str], start: Callable[[configure.Config, list[str]], None]) -> int:
     """Call `start` with the config of a command line and notes to print.
 
@@ -55,7 +67,7 @@ def launch(argv: list[str], start: Callable[[configure.Config, list[str]], None]
             config = find_or_rename(config, notes.append)
         distributed.pick_device(config.train.device)  # also raises for a finished run
         start(config, notes)
-        distributed.print_once(NEXT.format(run=path_of(config)))
+        distributed.print_once(describe_next(path_of(config), config))
     except Stopped as stopped:
         distributed.print_once(str(stopped))
         return EXIT_CODE

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import configure
 from common.text import first_line
 from configure import Config
 from runtime.metrics import imbalance_and_dead
@@ -69,16 +70,25 @@ class WandbTracker:
 
 
 class TensorBoardTracker:
-    """Writes lines to TensorBoard's files in a folder, under their names."""
+    """Writes lines to TensorBoard's files in a folder, under their names.
+
+    Its folder by_tokens has the losses over tokens in place of steps.
+    """
 
     name, remedy = "tensorboard", ""
 
-    def __init__(self, folder: Path, resume_step: int, first_layer: int = 0) -> None:
+    def __init__(self, folder: Path, resume_step: int, config: Config) -> None:
         """Open the files; TensorBoard hides steps after `resume_step` of earlier starts."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self.first_layer = first_layer
-        self.writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+        self.first_layer = config.model.n_dense_layer
+        next_step = resume_step + 1
+        self.writer = SummaryWriter(str(folder), purge_step=next_step)
+        tokens_per_step = config.train.batch_size * config.model.block_size
+        tokens = next_step * tokens_per_step
+        self.by_tokens = SummaryWriter(str(folder / "by_tokens"), purge_step=tokens)
+        code = configure.dumps(config).replace("\n", "\n    ")  # Markdown, which TensorBoard shows
+        self.writer.add_text("config", f"    {code}", next_step)
 
     def recall(self, lines: Sequence[Line]) -> None:
         """Do nothing: earlier starts wrote their lines."""
@@ -88,10 +98,14 @@ class TensorBoardTracker:
         for name, value in flatten_line(line, self.first_layer).items():
             if name not in ("step", "tokens"):
                 self.writer.add_scalar(name, value, line["step"])
+            if name in ("train/loss", "val/loss"):
+                self.by_tokens.add_scalar(name, value, line["tokens"])
         self.writer.flush()
+        self.by_tokens.flush()
 
     def finish(self, exit_code: int = 0) -> None:
         self.writer.close()
+        self.by_tokens.close()
 
 
 def start_trackers(
@@ -115,7 +129,7 @@ def start_trackers(
     if config.log.tensorboard:
         place = folder / "tensorboard"
         try:
-            trackers.append(TensorBoardTracker(place, resume_step, config.model.n_dense_layer))
+            trackers.append(TensorBoardTracker(place, resume_step, config))
         except Exception as error:
             print(
                 f"tensorboard: no files ({first_line(error)}): continuing without; metrics.jsonl "

@@ -482,3 +482,13 @@ def test_bad_input(dense_run, tmp_path, call, fake_ranks, words, message):
     assert said.startswith("error: ") and message in said
     with pytest.raises(SystemExit, match="2"):
         main([str(dense_run), "--windows", "0"])
+
+
+@pytest.mark.parametrize(
+    "loss, perplexity", [(2.0, math.exp(2)), (21.0, math.inf), (1e3, math.inf)]
+)
+def test_perplexity_beyond_reason_is_infinite(loss, perplexity):
+    """Guessing among all tokens has a loss of 11 at most: perplexity is then 65,536."""
+    two = np.array([8, 8])
+    result = val_loss.summarize_losses(loss * two, two, 0, np.array([0, 1]))
+    assert result.perplexity == pytest.approx(perplexity)

@@ -19,7 +19,7 @@ import yaml  # a dependency of wandb
 from runs import REPO_ROOT, checkpoints, column, run, steps
 
 import train
-from runtime import checkpoint, folder
+from runtime import checkpoint, folder, launch
 from runtime.metrics import ARRAYS, load_metrics, read_metrics
 from runtime.tracker import flatten_line, start_wandb
 
@@ -187,8 +187,8 @@ def read():
     """A function: `read(config)` is {tag: [(step, value)]} as TensorBoard shows them."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
-    def call(config):
-        events = reader.EventAccumulator(str(folder.path_of(config) / "tensorboard"))
+    def call(config, name="tensorboard"):
+        events = reader.EventAccumulator(str(folder.path_of(config) / name))
         events.Reload()
         return {
             tag: [(event.step, event.value) for event in events.Scalars(tag)]
@@ -218,6 +218,12 @@ def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
         "router/load_imbalance/layer_01",
     } <= shown.keys()
     assert not any("layer_00" in name for name in shown)
+    by_tokens = read(config, "tensorboard/by_tokens")
+    per_step = config.train.batch_size * config.model.block_size
+    for name in ("train/loss", "val/loss"):
+        assert by_tokens[name] == [(step * per_step, value) for step, value in shown[name]]
+    said = launch.describe_next(folder.path_of(config), config)
+    assert said.endswith(f"tensorboard --logdir {folder.path_of(config)}/tensorboard")
 
 
 def test_a_missing_package_is_named_before_anything_is_made(tiny, monkeypatch, tiny_file, capsys):
