@@ -69,6 +69,27 @@ def expected_state(kind, losses):
     return "finished" if math.isfinite(losses.get(1000, math.nan)) else "stopped"
 
 
+def check_state(folder, state, tables, page, notes):
+    """The tables, the page and the notes of the report have this state of the run in `folder`."""
+    for text in tables:
+        assert re.search(rf"{folder} +{state} ", text)
+    assert re.search(rf"{folder}\b.{{0,200}}{state}", page, re.S)
+    said = f"{folder} is not compared: {state} at step"
+    assert (said in notes) == (said in page) == (state != "finished")
+
+
+def check_pair(pair, finished):
+    """A pair's difference is the mean over the seeds that both routers finished."""
+    differences = []
+    for seed in (0, 1, 2, 8):
+        first = finished.get((pair.left.router, seed))
+        second = finished.get((pair.right.router, seed))
+        if first is not None and second is not None:
+            differences.append(first - second)
+    assert pair.difference.seeds == len(differences)
+    assert pair.difference.mean == pytest.approx(statistics.fmean(differences))
+
+
 @pytest.mark.parametrize("draw", range(4))
 def test_every_reader_agrees_with_metrics(tmp_path, draw):
     """Each step adds a folder of some kind; then states and differences are checked."""
@@ -88,8 +109,8 @@ def test_every_reader_agrees_with_metrics(tmp_path, draw):
         terminal = watch.format_table([tmp_path])
         table_of_sweep = sweep.format_table(list(kinds))
 
-    finished = {}  # {(router, seed): loss}
     notes = "\n".join(report.notes)
+    finished = {}  # {(router, seed): loss}
     for folder, (kind, router, seed) in kinds.items():
         if kind == "unreadable":
             for text in (notes, page, terminal, table_of_sweep):
@@ -97,29 +118,16 @@ def test_every_reader_agrees_with_metrics(tmp_path, draw):
             continue
         losses = read_losses(folder)
         state = expected_state(kind, losses)
-        for text in (terminal, table_of_sweep):
-            assert re.search(rf"{folder} +{state} ", text)
-        assert re.search(rf"{folder}\b.{{0,200}}{state}", page, re.S)
-        if state == "finished":
-            if kind != "shape":
-                finished[router, seed] = losses[1000]
-        else:
-            assert f"{folder} is not compared: {state} at step" in notes
-            assert f"{folder} is not compared: {state} at step" in page
-    assert ("20 steps in a row skipped, NaN" in terminal) == any(
-        kind == "failed" for kind, _, _ in kinds.values()
-    )
+        check_state(folder, state, [terminal, table_of_sweep], page, notes)
+        if state == "finished" and kind != "shape":
+            finished[router, seed] = losses[1000]
+    n_failed = sum(kind == "failed" for kind, _, _ in kinds.values())
+    assert terminal.count("20 steps in a row skipped, NaN") == n_failed
 
     (group,) = [group for group in report.groups if group.values["model.n_layer"] == 2]
     assert group.steps[-1] == 1000
     compared = {(run.config.model.router, run.seed) for run in group.runs}
     assert compared == finished.keys()
     for pair in compare_group(group):
-        left, right = pair.left.router, pair.right.router
-        differences = []
-        for seed in (0, 1, 2, 8):
-            if (left, seed) in finished and (right, seed) in finished:
-                differences.append(finished[left, seed] - finished[right, seed])
-        assert pair.difference.seeds == len(differences)
-        assert pair.difference.mean == pytest.approx(statistics.fmean(differences))
+        check_pair(pair, finished)
         assert f"{pair.difference.mean:+.4f}" in page
