@@ -24,20 +24,21 @@ class GPU(NamedTuple):
 
     peak: float  # FLOP/s, dense products of float16 that sum in float32
     memory: float  # GiB
+    bandwidth: float  # of its memory, bytes/s
 
 
 # The first key that a device's name contains counts.
 GPUS = {
-    "B200": GPU(2250e12, 180),
-    "H200": GPU(989e12, 141),
-    "H100": GPU(989e12, 80),
-    "A100": GPU(312e12, 80),
-    "L40S": GPU(362e12, 48),
-    "L4": GPU(121e12, 24),
-    "T4": GPU(65e12, 16),
-    "3090": GPU(71e12, 24),
-    "4090": GPU(165e12, 24),
-    "5090": GPU(209e12, 32),
+    "B200": GPU(2250e12, 180, 8.0e12),
+    "H200": GPU(989e12, 141, 4.8e12),
+    "H100": GPU(989e12, 80, 3.35e12),
+    "A100": GPU(312e12, 80, 2.0e12),
+    "L40S": GPU(362e12, 48, 0.86e12),
+    "L4": GPU(121e12, 24, 0.3e12),
+    "T4": GPU(65e12, 16, 0.32e12),
+    "3090": GPU(71e12, 24, 0.94e12),
+    "4090": GPU(165e12, 24, 1.01e12),
+    "5090": GPU(209e12, 32, 1.79e12),
 }
 
 

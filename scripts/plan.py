@@ -3,7 +3,8 @@
     python -m scripts.plan config/1b3.toml --gpus 8 --gpu H100 [--section.key=value ...]
 
 Memory of activations, logits and working copies is an estimate (docs/scale.md); the rest is exact.
-Hours follow from --mfu.
+Hours follow from --mfu or, without it, from the parts of a step (runtime/step_time.py), without
+communication.
 """
 
 import argparse
@@ -17,24 +18,33 @@ from common.command import build_parser, command, run_command
 from common.text import format_bytes, text_table
 from configure import Config, ConfigError
 from model import GPT, count_parameters, flops_per_token, parameter_shapes
-from runtime.distributed import GPUS
+from runtime.distributed import GPU, GPUS
 from runtime.folder import replace
 from runtime.memory import USABLE, Memory, estimate_memory, list_parallelisms
 from runtime.optimizers import group_parameters
+from runtime.step_time import estimate_mfu
 
 # Bytes that a checkpoint's archive and index need for each tensor, besides its numbers: 1,823 to
 # 1,825 in 14 checkpoints of tiny models (torch 2.13, one rank, 2026-11-26).
 TENSOR_OVERHEAD = 1824
 
 
-def estimate_hours(config: Config, gpus: int, peak: float, mfu: float) -> float:
-    """Estimate the hours of a run at `mfu` of `peak` FLOP/s per GPU.
+def choose_mfu(config: Config, gpus: int, gpu: GPU, mfu: float | None) -> float:
+    """Return the asked `mfu`, or an estimate if it is None.
 
     Raises ConfigError for an impossible `mfu`.
     """
+    if mfu is None:
+        return estimate_mfu(config, gpu, gpus)
     if not 0 < mfu <= 1:
         raise ConfigError(f"--mfu {mfu:g}: expected a number above 0 and at most 1")
-    return count_tokens(config) * flops_per_token(config.model) / (gpus * peak * mfu) / 3600
+    return mfu
+
+
+def estimate_hours(config: Config, gpus: int, gpu: GPU, mfu: float | None) -> float:
+    """Estimate the hours of a run at `mfu`, see `choose_mfu`."""
+    speed = gpus * gpu.peak * choose_mfu(config, gpus, gpu, mfu)  # FLOP/s
+    return count_tokens(config) * flops_per_token(config.model) / speed / 3600
 
 
 def count_tokens(config: Config) -> int:
@@ -68,8 +78,11 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
     tokens = count_tokens(config)
     steps = config.train.max_steps
     total, active = count_parameters(config.model)
-    hours = estimate_hours(config, args.gpus, GPUS[args.gpu].peak, args.mfu)
-    gpus = f"{args.gpus} x {args.gpu} at an MFU of {args.mfu:.2f}"
+    gpu = GPUS[args.gpu]
+    mfu = choose_mfu(config, args.gpus, gpu, args.mfu)
+    hours = estimate_hours(config, args.gpus, gpu, mfu)
+    origin = "estimated" if args.mfu is None else "given"
+    gpus = f"{args.gpus} x {args.gpu} at an MFU of {mfu:.2f} ({origin})"
     saved = format_bytes(checkpoint_bytes(config))
     lines = {
         "parameters": f"{total / 1e6:,.1f} M in all, {active / 1e6:,.1f} M active",
@@ -140,9 +153,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--memory", type=float, metavar="GIB", help="of one GPU (default: as --gpu has)"
     )
-    parser.add_argument(
-        "--mfu", type=float, default=0.4, help="model FLOPs utilisation (default: %(default)s)"
-    )
+    parser.add_argument("--mfu", type=float, help="model FLOPs utilisation (default: estimated)")
     args, overrides = parser.parse_known_args(argv)
     args.memory = GPUS[args.gpu].memory if args.memory is None else args.memory
     for name in ("gpus", "gpus_per_node", "memory"):

@@ -131,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--slurm", type=Path, metavar="OUT", help="write a Slurm array script, one task per point"
     )
     parser.add_argument(
-        "--mfu", type=float, default=0.4, help="model FLOPs utilisation, for hours (%(default)s)"
+        "--mfu", type=float, help="model FLOPs utilisation, for hours (default: estimated)"
     )
     return parser
 
@@ -305,7 +305,9 @@ def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:
     return [gpus[start : start + size] for start in starts]
 
 
-def format_totals(points: list[Point], left: list[Point], mfu: float, gpu: str = "H100") -> str:
+def format_totals(
+    points: list[Point], left: list[Point], mfu: float | None, gpu: str = "H100"
+) -> str:
     """One line on what is left to do: tokens, hours on a `gpu` of GPUS, disk."""
     line = f"{plural(len(points), 'point')}, {len(points) - len(left)} finished"
     if not left:
@@ -316,11 +318,12 @@ def format_totals(points: list[Point], left: list[Point], mfu: float, gpu: str =
         share = 1 - max(point.steps_done(), train.branch_step) / train.max_steps
         checkpoints = train.keep_checkpoints + len(train.kept_steps)
         tokens += share * plan.count_tokens(point.config)
-        hours += share * plan.estimate_hours(point.config, 1, GPUS[gpu].peak, mfu)
+        hours += share * plan.estimate_hours(point.config, 1, GPUS[gpu], mfu)
         disk += checkpoints * plan.checkpoint_bytes(point.config)
     line += f"; to do: {tokens / 1e6:,.2f} M tokens"
     if hours >= 0.05:  # less is trained on a CPU
-        line += f", {hours:,.1f} GPU hours ({gpu}, MFU {mfu:.2f})"
+        origin = "estimated" if mfu is None else f"MFU {mfu:.2f}"
+        line += f", {hours:,.1f} GPU hours ({gpu}, {origin})"
     return f"{line}, {format_bytes(disk)} of checkpoints"
 
 
