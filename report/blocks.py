@@ -41,9 +41,10 @@ class Bullets:
 
 @dataclass
 class Picture:
-    """A PNG file in the folder of the page."""
+    """An SVG file in the folder of the page, and a sentence that says what it shows."""
 
     file: str
+    title: str
     caption: str
 
 
@@ -105,7 +106,9 @@ def list_pictures(markdown: Path) -> set[str]:
     """The files of the pictures in a report.md; none if there is no such file."""
     if not markdown.is_file():
         return set()
-    return set(re.findall(r"^!\[.*\]\(([\w.-]+\.png)\)$", markdown.read_text("utf-8"), re.M))
+    return set(
+        re.findall(r"^!\[.*\]\(([\w.-]+\.(?:png|svg))\)$", markdown.read_text("utf-8"), re.M)
+    )
 
 
 def format_markdown(block: Block) -> str:
@@ -117,8 +120,7 @@ def format_markdown(block: Block) -> str:
     if isinstance(block, Bullets):
         return "\n".join(f"- {escape_html(item)}" for item in block.items)
     if isinstance(block, Picture):
-        caption = escape_html(block.caption)
-        return f"![{caption}]({block.file})\n\n{caption}"
+        return f"![{escape_html(block.title)}]({block.file})\n\n{escape_html(block.caption)}"
     return block.to_markdown()
 
 
@@ -131,12 +133,12 @@ def format_html(block: Block, folder: Path) -> str:
     if isinstance(block, Bullets):
         return f"<ul>{tag_each('li', block.items)}</ul>"
     if isinstance(block, Picture):
-        png = base64.b64encode((folder / block.file).read_bytes()).decode()
-        image = f'<img alt="{html.escape(block.caption)}" src="data:image/png;base64,{png}">'
+        svg = base64.b64encode((folder / block.file).read_bytes()).decode()
+        image = f'<img alt="{html.escape(block.title)}" src="data:image/svg+xml;base64,{svg}">'
         return f"<figure>{image}{tag('figcaption', block.caption)}</figure>"
     head = f"<thead><tr>{tag_each('th', block.columns)}</tr></thead>"
     body = "\n".join(f"<tr>{tag_each('td', line)}</tr>" for line in block.lines)
-    return f"<table>{head}<tbody>\n{body}\n</tbody></table>"
+    return f'<div class="table" tabindex="0"><table>{head}<tbody>\n{body}\n</tbody></table></div>'
 
 
 def tag_each(name: str, texts: Sequence[str]) -> str:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.figure import Figure
+import matplotlib
 
 from common.text import plural
 from report import pictures, tables
 from report.blocks import Block, Bullets, Heading, Paragraph, Picture, Table, write_page
 from report.comparisons import MIN_SEEDS, Comparison, compare_group
-from report.groups import Group, group_runs
+from report.groups import Group, group_runs, join_labels
 from report.paper import read_paper_losses
 from report.runs import read_runs
 
@@ -105,8 +105,9 @@ def build_section(report: Report, group: Group, folder: Path) -> list[Block]:
     if report.experiment:
         text = TEXT["paper"] if group.paper_losses else TEXT["not_in_paper"]
         blocks.append(Paragraph(text.format(experiment=report.experiment)))
-    losses = pictures.plot_loss(group, report.baseline)
-    blocks += save_picture(losses, folder, f"{group.label}-loss", TEXT["losses"])
+    panels = pictures.list_loss_panels(group, report.baseline)
+    panels += pictures.list_difference_panels(group, report.baseline, comparisons)
+    blocks += save_pictures(panels, folder, group.label)
     if not group.variants:  # nothing is compared
         return blocks
     if group.key:
@@ -122,18 +123,24 @@ def build_section(report: Report, group: Group, folder: Path) -> list[Block]:
     measure_table = tables.build_measure_table(group)
     if measure_table.rows:
         blocks.append(measure_table)
-    measures = pictures.plot_measures(group)
-    blocks += save_picture(measures, folder, f"{group.label}-measures", TEXT["measures"])
+    blocks += save_pictures(
+        pictures.list_measure_panels(group, report.baseline), folder, group.label
+    )
     return blocks
 
 
-def save_picture(figure: Figure | None, folder: Path, name: str, caption: str) -> list[Block]:
-    """Write a figure into `folder`; its block, or none without a figure."""
-    if figure is None:
-        return []
-    file = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-") + ".png"
-    figure.savefig(folder / file)
-    return [Picture(file, caption)]
+def save_pictures(panels: Sequence[pictures.Panel], folder: Path, label: str) -> list[Block]:
+    """Write panels of a group into `folder`; their blocks."""
+    blocks: list[Block] = []
+    for panel in panels:
+        words = re.findall(r"[A-Za-z0-9._]+", join_labels([label, panel.title]))
+        file = "-".join(words) + ".svg"
+        # the same bytes for the same data, and text as text
+        with matplotlib.rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):
+            figure = pictures.draw_figure([panel])
+            figure.savefig(folder / file, metadata={"Date": None})
+        blocks.append(Picture(file, " ".join(panel.title.split()), panel.sentence))
+    return blocks
 
 
 def advise_seeds(comparisons: Sequence[Comparison]) -> list[Block]:

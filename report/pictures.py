@@ -1,28 +1,41 @@
-"""Pictures of a group: functions that return a figure, or None without data.
+"""Pictures of a group: panels, each with a sentence that says what it shows.
 
-A router has the same colour, marker and line style in every picture (style.py). Variants of several
-routers with several options have a row of panels for each choice of options.
+A panel is as wide as a phone's screen, so its text is read there without a zoom. A router has the
+same colour, marker and line style in every picture (style.py); of many variants those that do not
+lead are grey. Variants with several options have a panel for each choice of options.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from textwrap import fill
 from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.transforms import ScaledTranslation
 
-from report.comparisons import measure_difference
-from report.groups import Group, Variant, format_tick
+from common.text import plural
+from report.comparisons import MIN_SEEDS, UNDECIDED, Comparison, measure_difference
+from report.groups import Group, Variant, format_tick, format_value, join_labels
 from report.runs import Run
-from report.style import choose_style
-from report.tables import find_measures, read_measure
+from report.style import GREY, NO_TOKEN, choose_styles
+from report.tables import find_measures, name_measure, read_measure
 from runtime.metrics import prefix_of
 
-MARKER_SIZE = 5  # points of 1/72 inch
-MARKER_SPACE = 120  # of the markers of a line together, a third of a panel: more hide the line
+WIDTH = 298  # points of a panel: on a phone it has 328 pixels, and text of TEXT_SIZE points 11
+HEIGHT = 225  # points
+TEXT_SIZE = 10  # points, matplotlib's own
+LINE_HEIGHT = 14  # points of a line of text
+MAX_COLOURED = 6
+MAX_BARS = 12  # intervals of a line that are drawn side by side with others'; more are a band
+MAX_POINTS = 60  # of a line over steps; more are averaged, because training losses are noisy
+LONGEST_END = 15  # characters of a label at a curve's end; longer ones are below the panel
 
 
 class PlotPoint(NamedTuple):
@@ -34,30 +47,145 @@ class PlotPoint(NamedTuple):
 
 
 Points = Mapping[Any, PlotPoint]  # {x: point}
-Lines = Mapping[Variant, Points]  # one panel
+Lines = Mapping[Variant, Points]  # of one quantity
 
 
-def plot_loss(group: Group, baseline: str) -> Figure | None:
+class Panel(NamedTuple):
+    """A picture: its title, what draws it, what it shows, and its height in points."""
+
+    title: str
+    draw: Callable[[Axes], None]
+    sentence: str
+    height: float = HEIGHT
+
+
+def draw_figure(panels: Sequence[Panel], columns: int = 1) -> Figure:
+    """A figure with these panels, all as high as the highest."""
+    n_rows = math.ceil(len(panels) / columns)
+    height = max(panel.height for panel in panels)
+    size = (columns * WIDTH / 72, n_rows * height / 72)
+    figure = Figure(size, dpi=144, layout="constrained")
+    for i, panel in enumerate(panels):
+        axes = figure.add_subplot(n_rows, columns, i + 1)
+        axes.set_title(
+            fill(panel.title, 46, replace_whitespace=False), loc="left", fontsize=TEXT_SIZE
+        )
+        panel.draw(axes)
+    return figure
+
+
+def list_measure_panels(group: Group, baseline: str) -> list[Panel]:
+    """The training loss, the measures besides val/loss, and the experts' loads."""
+    panels = []
+    for name in ("train/loss", *find_measures(group)):
+        lines = {variant: collect_means(group, variant, name) for variant in group.variants}
+        panels += Chart(group, baseline, name_measure(name), lines).list_panels().values()
+    return panels + list_load_panels(group)
+
+
+def list_loss_panels(group: Group, baseline: str) -> list[Panel]:
     """Validation loss, and that minus the baseline's, over the key or over steps."""
-    unit = group.shown_runs[0].unit
-    losses: dict[Variant, Points] = {}
-    differences: dict[Variant, Points] = {}
+    losses = {}
+    differences = {}
     for variant in group.variants + group.curves:
         losses[variant] = collect_means(group, variant, "val/loss")
-        differences[variant] = {}
     for variant in group.variants:
         differences[variant] = collect_differences(group, variant, baseline)
-    panels = {f"validation loss, {unit}": losses, f"minus {baseline}, {unit}": differences}
-    return plot_panels(group, panels)
+    title = f"validation loss, {group.shown_runs[0].unit}"
+    panels = Chart(group, baseline, title, losses, marks_best=group.key is not None).list_panels()
+    title = f"minus {baseline}'s, 95% over {name_draws(group)}"
+    beside = Chart(group, baseline, title, differences, is_difference=True).list_panels()
+    ordered = []
+    for options, panel in panels.items():
+        ordered.append(panel)
+        if options in beside:
+            ordered.append(beside[options])
+    return ordered
 
 
-def plot_measures(group: Group) -> Figure | None:
-    """The measures besides val/loss, over the key or over steps."""
-    panels = {}
-    for name in find_measures(group):
-        panels[name] = {variant: collect_means(group, variant, name) for variant in group.variants}
-        panels[name] |= dict.fromkeys(group.curves, {})
-    return plot_panels(group, panels)
+def name_draws(group: Group) -> str:
+    """What the intervals of differences are over."""
+    seeds = {run.seed for run in group.runs}
+    return "seeds" if len(seeds) >= MIN_SEEDS else "documents"
+
+
+def list_difference_panels(
+    group: Group, baseline: str, comparisons: Sequence[Comparison]
+) -> list[Panel]:
+    """The differences that are judged, a row for each variant but the baseline; none without."""
+    pairs = [pair for pair in comparisons if baseline in (pair.right.router, pair.right.label)]
+    if not pairs:
+        return []
+    pairs.sort(key=lambda pair: -pair.difference.mean)
+    decided = []
+    for pair in reversed(pairs):
+        if not pair.difference.verdict.startswith(UNDECIDED):
+            decided.append(f"{pair.left.label} {pair.difference.verdict}")
+    sentence = f"Decided: {', '.join(decided) or 'nothing'}. Hollow markers are undecided."
+    title = fill(f"minus {baseline}'s at the end, 95% over {name_draws(group)}", 30)
+    height = 80 + LINE_HEIGHT * len(pairs)
+    return [Panel(title, partial(draw_differences, pairs=pairs), sentence, height)]
+
+
+def draw_differences(axes: Axes, pairs: Sequence[Comparison]) -> None:
+    """Draw a row for each pair: its difference with the interval, filled if it is decided."""
+    styles = choose_styles([pair.left.router for pair in pairs])
+    axes.axvline(0, color="black", linewidth=0.8)
+    for row, (pair, style) in enumerate(zip(pairs, styles, strict=True)):
+        difference = pair.difference
+        fill_style = "none" if difference.verdict.startswith(UNDECIDED) else "full"
+        color = style["color"]
+        axes.plot([difference.low, difference.high], [row, row], color=color)
+        axes.plot([difference.mean], [row], "o", color=color, fillstyle=fill_style)
+    axes.set_yticks(range(len(pairs)), [fill(pair.left.label, 20) for pair in pairs])
+    axes.set_ylim(-0.7, len(pairs) - 0.3)
+    axes.xaxis.set_major_locator(MaxNLocator(3))
+    axes.grid(alpha=0.3, axis="x")
+
+
+def list_load_panels(group: Group) -> list[Panel]:
+    """The experts' loads at the end, relative to an even share; no panel without any.
+
+    A row is a layer of a variant's first run, its experts sorted. All have one scale.
+    """
+    loads = {}  # {label: (L, E)}
+    for variant in group.variants:
+        evaluation = group.evaluation(variant.runs[0])
+        if "val/loads" in evaluation:
+            by_layer = np.array(evaluation["val/loads"], float)
+            shares = by_layer / by_layer.mean(1, keepdims=True)
+            loads[variant.label] = -np.sort(-shares)
+    if not loads:
+        return []
+    sentences = []
+    for label, shares in loads.items():
+        n_dead = np.count_nonzero(shares == 0)
+        sentences.append(f"{label}: {n_dead} of {shares.size} dead, busiest {shares.max():.1f}")
+    n_layers = sum(len(shares) for shares in loads.values())
+    height = 110 + max(2 * LINE_HEIGHT * len(loads), 4 * n_layers)
+    draw = partial(draw_loads, loads=loads)
+    return [Panel("load of each layer's experts", draw, f"{'; '.join(sentences)}.", height)]
+
+
+def draw_loads(axes: Axes, loads: Mapping[str, np.ndarray]) -> None:
+    """Draw the layers of each variant below each other, the busiest expert first."""
+    widest = max(shares.shape[1] for shares in loads.values())
+    rows = []
+    middles = []
+    for shares in loads.values():
+        middles.append(len(rows) + len(shares) / 2 - 0.5)
+        for layer in shares:
+            rows.append(np.pad(layer, (0, widest - len(layer)), constant_values=np.nan))
+        axes.axhline(len(rows) - 0.5, color="white", linewidth=2)
+    image = np.array(rows)
+    colours = matplotlib.colormaps["viridis"].with_extremes(under=NO_TOKEN)
+    scale = PowerNorm(0.5, vmin=1e-9, vmax=np.nanmax(image))  # a root shows small loads
+    mesh = axes.imshow(image, cmap=colours, norm=scale, aspect="auto", interpolation="nearest")
+    axes.set_yticks(middles, [fill(label, 20) for label in loads])
+    axes.set_xlabel("expert, busiest first\norange: no token")
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    bar = axes.figure.colorbar(mesh, ax=axes, location="bottom", label="load, 1 = even share")
+    bar.ax.xaxis.set_major_locator(MaxNLocator(4))
 
 
 def collect_means(group: Group, variant: Variant, name: str) -> Points:
@@ -113,85 +241,222 @@ def mark_gaps(points: Points, runs: Sequence[Run], name: str) -> Points:
     return dict(sorted(marked.items())) if points else points
 
 
-def choose_variant_style(group: Group, variant: Variant) -> dict[str, Any]:
-    """The style of its router. Variants of the only router have colours of their own."""
-    style = choose_style(variant.router, [other.router for other in group.variants])
-    style["linewidth"] = 0.7 if variant in group.curves else 1.4
-    labels = list(dict.fromkeys(other.label for other in group.variants + group.curves))
-    index = labels.index(variant.label)
-    last = len(labels) - 1
-    if last > 0 and has_one_router(group):
-        style["color"] = matplotlib.colormaps["viridis"](0.9 * index / last)
-        style["marker"] = "os^DvP*X"[index % 8]
-    return style
+def average_neighbours(points: Points) -> Points:
+    """At most MAX_POINTS points: each the mean of as many neighbours, at the last one's step."""
+    n_each = math.ceil(len(points) / MAX_POINTS)
+    steps = list(points)
+    averaged = {}
+    for first in range(0, len(steps), n_each):
+        neighbours = steps[first : first + n_each]
+        mean, low, high = np.mean([points[step] for step in neighbours], axis=0)
+        averaged[neighbours[-1]] = PlotPoint(float(mean), float(low), float(high))
+    return averaged
 
 
-def has_one_router(group: Group) -> bool:
-    """True if all variants of a group have the same router."""
-    return len({variant.router for variant in group.variants + group.curves}) == 1
+def choose_coloured(group: Group, variants: Sequence[Variant], baseline: str) -> list[Variant]:
+    """The variants with a colour: all of few, else the baseline and those with lowest losses.
 
-
-def split_rows(group: Group) -> dict[str, list[Variant]]:
-    """Variants by their options, a row of panels each; variants of one router are in one row."""
-    variants = group.variants + group.curves
-    if has_one_router(group):
-        return {"": variants}
-    rows: dict[str, list[Variant]] = {}
-    for variant in variants:
-        rows.setdefault(variant.options_label, []).append(variant)
-    return rows
-
-
-def plot_panels(group: Group, panels: Mapping[str, Lines]) -> Figure | None:
-    """A grid: a row for each choice of options, a column for each of `panels` that has data.
-
-    A single row is wrapped at three.
+    Runs that are not compared are grey among many.
     """
-    rows = split_rows(group)
-    with_data = {title: lines for title, lines in panels.items() if any(lines.values())}
-    if not with_data:
-        return None
-    n_panels = len(rows) * len(with_data)
-    width = len(with_data) if len(rows) > 1 else min(len(with_data), 3)
-    height = math.ceil(n_panels / width)
-    figure = Figure((1 + 5 * width, 0.4 + 3.6 * height), layout="constrained")
-    share = "col" if group.key and len(rows) > 1 else False
-    grid = figure.subplots(height, width, squeeze=False, sharex=share, sharey=share)
-    figure.suptitle(fill(group.label, 100), fontsize=11)
-    free_axes = list(grid.flat)
-    for options, variants in rows.items():
-        for title, lines in with_data.items():
-            axes = free_axes.pop(0)
-            lines_of_row = {variant: lines[variant] for variant in variants if lines[variant]}
-            draw_panel(axes, group, lines_of_row, bars=title.startswith("minus "))
-            axes.set(xlabel=group.key or "step", ylabel=fill(title, 40))
-            axes.set_title(fill(options, 60), fontsize=10)
-            axes.grid(alpha=0.3)
-            axes.tick_params(labelbottom=True)  # matplotlib hides those above a shared axis
-            if axes.get_lines():
-                axes.legend(fontsize=8, framealpha=0.7)
-    for axes in free_axes:
-        axes.remove()
-    return figure
+    if len(variants) <= MAX_COLOURED:
+        return list(variants)
+    compared = [variant for variant in variants if variant not in group.curves]
+    ranked = sorted(compared, key=lambda variant: find_best(group, variant)[1])
+    ranked.sort(key=lambda variant: baseline not in (variant.router, variant.label))
+    return ranked[:MAX_COLOURED]
 
 
-def draw_panel(axes: Axes, group: Group, lines: Lines, bars: bool) -> None:
-    """Draw lines with bands in their colour, or with bars, which hide less where they are long."""
-    if group.key:
-        scale_key_axis(axes, group)
-    for variant, points in lines.items():
-        style = choose_variant_style(group, variant)
+def find_best(group: Group, variant: Variant) -> tuple[Any, float]:
+    """The value of the key with the lowest mean loss, and that loss."""
+    means = {}
+    for x, runs in variant.runs_by_x.items():
+        means[x] = float(np.mean([group.loss(run) for run in runs.values()]))
+    best = min(means, key=lambda x: means[x])
+    return best, means[best]
+
+
+@dataclass
+class Chart:
+    """Lines of one quantity: a panel for each choice of options, all with the same axes.
+
+    Where the start of training would swallow the rest, steps are logarithmic, and differences are
+    shown from a quarter of training. A value above all first ones is clipped. Notes say so.
+    """
+
+    group: Group
+    baseline: str
+    title: str
+    lines: Lines
+    is_difference: bool = False
+    marks_best: bool = False
+
+    def __post_init__(self) -> None:
+        lines = {}
+        for variant, points in self.lines.items():
+            if points:
+                lines[variant] = points if self.group.key else average_neighbours(points)
+        self.lines = lines
+        self.start = -math.inf  # the first step that is shown
+        self.is_log = False
+        if not self.group.key:
+            self.choose_steps()
+        self.limits = self.find_limits()
+
+    def choose_steps(self) -> None:
+        """Set `start` and `is_log` if the first quarter spans twice as much as the rest."""
+        last_step = max((max(points) for points in self.lines.values()), default=0)
+        early = []
+        late = []
+        for points in self.lines.values():
+            for step, point in points.items():
+                values = early if step < last_step / 4 else late
+                if math.isfinite(point.mean):
+                    values.append(point.mean)
+        if early and late and np.ptp(early + late) > 2 * np.ptp(late):
+            self.start = last_step / 4 if self.is_difference else 1
+            self.is_log = not self.is_difference
+
+    def find_limits(self) -> tuple[float, float]:
+        """The ends of the axis of values, around whole intervals and, of differences, zero."""
+        firsts = []
+        values = [0.0] if self.is_difference else []
+        for points in self.lines.values():
+            shown = [point for x, point in points.items() if x >= self.start]
+            firsts += [point.high for point in shown[:1]]
+            for point in shown:
+                values += point
+        finite = [value for value in values if math.isfinite(value)] or [0.0]
+        low = min(finite)
+        high = max(finite)
+        if self.is_log:
+            high = min(high, max(firsts))
+        margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+        return low - margin, high + margin
+
+    def list_panels(self) -> dict[str, Panel]:
+        """{options: its panel}; all variants of a single router are in one panel."""
+        shown = self.group.variants + self.group.curves
+        has_one_router = len({variant.router for variant in shown}) == 1
+        rows: dict[str, list[Variant]] = {}
+        for variant in self.lines:
+            options = "" if has_one_router else variant.options_label
+            rows.setdefault(options, []).append(variant)
+        panels = {}
+        for options, variants in rows.items():
+            coloured = choose_coloured(self.group, variants, self.baseline)
+            height = HEIGHT
+            if not fit_at_ends(label_line(self.group, variant) for variant in coloured):
+                height += LINE_HEIGHT * (len(coloured) + 1)
+            draw = partial(self.draw, variants=variants, coloured=coloured)
+            title = join_labels([self.title, options])
+            panels[options] = Panel(title, draw, self.describe(variants), height)
+        return panels
+
+    def describe(self, variants: Sequence[Variant]) -> str:
+        """What the lines of these variants show at their best, or at the last common point."""
+        variants = [variant for variant in variants if variant not in self.group.curves]
+        if not variants:
+            return "These runs are not compared yet."
+        if self.marks_best:
+            texts = []
+            for variant in variants:
+                x, loss = find_best(self.group, variant)
+                texts.append(f"{variant.label} {loss:.4f} at {format_tick(self.group.key, x)}")
+            return f"Lowest, ringed: {'; '.join(texts)}."
+        common = set.intersection(*(set(self.lines[variant]) for variant in variants))
+        if not common:
+            return ""
+        x = max(common)
+        place = format_value(self.group.key, x) if self.group.key else f"step {x:,}"
+        points = {variant.label: self.lines[variant][x] for variant in variants}
+        if self.is_difference:
+            n_apart = sum(point.low > 0 or point.high < 0 for point in points.values())
+            return f"At {place}, {n_apart} of {plural(len(points), 'interval')} exclude 0."
+        lowest = min(points, key=lambda label: points[label].mean)
+        highest = max(points, key=lambda label: points[label].mean)
+        text = f"At {place}: {lowest} {points[lowest].mean:.4g}"
+        if highest != lowest:
+            text += f" is lowest, {highest} {points[highest].mean:.4g} highest"
+        return f"{text}."
+
+    def draw(self, axes: Axes, variants: Sequence[Variant], coloured: Sequence[Variant]) -> None:
+        """Draw the lines of some variants; those without a colour are behind the others."""
+        axes.grid(alpha=0.3)
+        axes.set_xlabel(self.group.key or "step")
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        for variant in variants:
+            if variant not in coloured:
+                means = [point.mean for point in self.lines[variant].values()]
+                label = f"_{variant.label}"
+                axes.plot(list(self.lines[variant]), means, color=GREY, linewidth=0.8, label=label)
+        styles = choose_styles([variant.router for variant in coloured])
+        for i, (variant, style) in enumerate(zip(coloured, styles, strict=True)):
+            self.draw_line(axes, variant, style, 4 * i - 2 * (len(coloured) - 1))
+        if self.is_difference:
+            axes.axhline(0, color="black", linewidth=0.8)
+        if self.group.key:
+            scale_key_axis(axes, self.group)
+        else:
+            self.scale_steps(axes)
+        axes.set_ylim(self.limits)
+        self.note_clipped(axes)
+        label_lines(axes, len(variants) - len(coloured))
+
+    def draw_line(self, axes: Axes, variant: Variant, style: dict[str, Any], shift: float) -> None:
+        """Draw a line with its intervals: a band, or bars, `shift` points aside of others'."""
+        points = self.lines[variant]
         xs = list(points)
         means, lows, highs = zip(*points.values(), strict=True)
-        if bars:
-            axes.axhline(0, color="black", linewidth=0.8)
-            axes.vlines(xs, lows, highs, color=style["color"], alpha=0.5)
+        color = style["color"]
+        transform = axes.transData
+        if len(points) > MAX_BARS or not (self.is_difference or self.group.key):
+            axes.fill_between(xs, lows, highs, color=color, alpha=0.15, linewidth=0)
         else:
-            axes.fill_between(xs, lows, highs, color=style["color"], alpha=0.15, linewidth=0)
-        style["markersize"] = max(1, min(MARKER_SIZE, MARKER_SPACE / len(points)))
-        axes.plot(xs, means, label=label_line(group, variant), **style)
-    if lines and not group.key:
-        leave_out_start(axes, list(lines.values()))
+            aside = ScaledTranslation(shift / 72, 0, axes.figure.dpi_scale_trans)
+            transform = axes.transData + aside
+            axes.vlines(xs, lows, highs, color=color, alpha=0.6, transform=transform)
+        size = 2 if len(points) > MAX_BARS else 4
+        label = label_line(self.group, variant)
+        if variant in self.group.curves:
+            style["linewidth"] = 0.7
+        axes.plot(xs, means, label=label, transform=transform, markersize=size, **style)
+        if self.marks_best and variant not in self.group.curves:
+            x = find_best(self.group, variant)[0]
+            ring = {"marker": "o", "fillstyle": "none", "markersize": 11, "color": color}
+            axes.plot([x], [points[x].mean], label=f"_best {label}", transform=transform, **ring)
+
+    def scale_steps(self, axes: Axes) -> None:
+        """Show the steps from `start` on, with few ticks."""
+        last_step = max(max(points) for points in self.lines.values())
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        if self.is_log:
+            first_step = min(min(step for step in points if step) for points in self.lines.values())
+            subs = (1, 2, 5) if last_step < 50 * first_step else (1,)
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=subs))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set_xlim(first_step / 1.1, last_step * 1.1)
+        elif self.start > 0:
+            axes.set_xlim(self.start - 0.04 * last_step, 1.04 * last_step)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+    def note_clipped(self, axes: Axes) -> None:
+        """Say with arrows what is not in the frame."""
+        before = []
+        above = []
+        for points in self.lines.values():
+            for x, point in points.items():
+                if x < self.start:
+                    before.append(point.mean)
+                elif point.high > self.limits[1]:
+                    above.append(point.high)
+        notes = []
+        if before:
+            notes.append(f"← before: {min(before):.3g} to {max(before):.3g}")
+        if above:
+            notes.append(f"↑ up to {max(above):.3g}")
+        text = ", ".join(notes)
+        axes.text(0.03, 0.97, text, transform=axes.transAxes, va="top", color="#444444")
 
 
 def label_line(group: Group, variant: Variant) -> str:
@@ -202,28 +467,72 @@ def label_line(group: Group, variant: Variant) -> str:
     return f"{variant.label}, seed {run.seed}, {run.status.state}"
 
 
+def fit_at_ends(labels: Iterable[str]) -> bool:
+    """True if these labels are short enough for the ends of lines."""
+    return all(len(label) <= LONGEST_END for label in labels)
+
+
+def label_lines(axes: Axes, n_grey: int) -> None:
+    """Name the lines at their ends, or in a legend below the panel; say how many are grey."""
+    lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+    more = f"grey: {n_grey} more" if n_grey else ""
+    if not fit_at_ends(str(line.get_label()) for line in lines):
+        below = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.figure.dpi_scale_trans)
+        axes.legend(
+            handles=lines,
+            title=more,
+            frameon=False,
+            loc="upper left",
+            bbox_to_anchor=(-0.1, 0),
+            bbox_transform=below,
+        )
+        return
+    low, high = axes.get_ylim()
+    ends = []  # (height as a part of the axes, text, colour)
+    for line in lines:
+        values = np.asarray(line.get_ydata(), float)
+        end = float(values[np.isfinite(values)][-1])
+        height = min(1.0, (end - low) / (high - low))
+        ends.append((height, str(line.get_label()), line.get_color()))
+    if more:
+        ends.append((0.0, more, GREY))
+    ends.sort()
+    heights = spread_out([end[0] for end in ends], 0.085)
+    for (end, text, color), height in zip(ends, heights, strict=True):
+        link = {"arrowstyle": "-", "color": color, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 0}
+        axes.annotate(text, (1, end), (1.06, height), "axes fraction", va="center", arrowprops=link)
+
+
+def spread_out(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights moved to be `gap` apart, and at most 1 where there is room."""
+    spread = []
+    for i, height in enumerate(heights):
+        spread.append(max(height, spread[-1] + gap) if i else height)
+    top = 1.0
+    for i in reversed(range(len(spread))):
+        spread[i] = min(spread[i], top)
+        top = spread[i] - gap
+    return spread
+
+
 def scale_key_axis(axes: Axes, group: Group) -> None:
-    """Make a factor of 2 in the key, and the way from 0 to its smallest value, equally long."""
+    """Make a factor of 2 in the key, and the way from 0 to its smallest value, equally long.
+
+    A tick that would touch the one to its left has no text.
+    """
     smallest = min(abs(x) for x in group.xs if x)
     axes.set_xscale("symlog", base=2, linscale=0.5, linthresh=smallest)
-    axes.set_xticks(group.xs, [format_tick(group.key, x) for x in group.xs])
+    axes.margins(x=0.08)
+    places = axes.transScale.transform([(x, 0) for x in group.xs])[:, 0]
+    characters = 32 * (places - places[0]) / np.ptp(places)  # that an axis has room for
+    texts = []
+    end = -math.inf
+    for x, place in zip(group.xs, characters, strict=True):
+        text = format_tick(group.key, x)
+        if place - len(text) / 2 < end:
+            text = ""
+        else:
+            end = place + len(text) / 2 + 0.7
+        texts.append(text)
+    axes.set_xticks(group.xs, texts)
     axes.minorticks_off()
-
-
-def leave_out_start(axes: Axes, lines: Sequence[Points]) -> None:
-    """Limit the y-axis to means after the first quarter of steps, which is steep.
-
-    The last mean of a line that ends earlier is kept in sight.
-    """
-    start = max(max(points) for points in lines) / 4
-    shown: list[float] = []
-    for points in lines:
-        known = {step: point for step, point in points.items() if math.isfinite(point.mean)}
-        means = [point.mean for step, point in known.items() if step >= start]
-        last = known[max(known)]
-        shown += means or [last.mean]
-    low = min(shown)
-    high = max(shown)
-    if high > low:
-        spare = 0.3 * (high - low)
-        axes.set_ylim(low - spare, high + spare)

@@ -6,7 +6,7 @@ apart: KERN's family is warm, softmax's blue, sigmoid's green. A new router need
 gets the next style of CYCLE.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from router import ROUTERS
@@ -30,6 +30,10 @@ STYLES = {  # router: colour, line style, marker
     "softmax-l2": ("#003F63", LONG_DASHES, "X"),
     "sqrtgate": ("#003F63", ":", "8"),
 }
+GREY = "#999999"  # of variants that do not lead
+NO_TOKEN = "#E69F00"  # of an expert without a token
+# Okabe and Ito's, for lines of one picture whose own colours are not distinct
+DISTINCT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # For routers without a line above: colours of Tol's muted scheme and markers that are free.
 CYCLE = [
     ("#000000", "-", "H"),
@@ -57,3 +61,13 @@ def choose_style(router: str, others: Iterable[str] = ()) -> dict[str, Any]:
     else:
         colour, line, marker = CYCLE[new.index(router) % len(CYCLE)]
     return {"color": colour, "linestyle": line, "marker": marker}
+
+
+def choose_styles(routers: Sequence[str]) -> list[dict[str, Any]]:
+    """The styles of lines of one picture; where two colours are equal, all get others."""
+    styles = [choose_style(router, routers) for router in routers]
+    colours = {style["color"] for style in styles}
+    if len(colours) < len(styles) <= len(DISTINCT):
+        for style, colour, marker in zip(styles, DISTINCT, "os^DvP", strict=False):
+            style |= {"color": colour, "marker": marker}
+    return styles

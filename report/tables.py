@@ -14,14 +14,14 @@ from report.runs import Run
 
 RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss")
 RUN_COLUMNS += ("best", "tokens/s")
-MEASURES = {  # besides the losses: {name in metrics.jsonl: format}
-    "val/gate_norm": ".3f",
-    "val/load_imbalance": ".2f",
-    "val/dead_experts": ".1f",
-    "val_ema/loss": ".4f",
-    "router/entropy": ".3f",
-    "router/gamma": ".3f",
-    "router/expert_signal": ".3f",
+MEASURES = {  # besides the losses: {name in metrics.jsonl: (in words, format)}
+    "val/gate_norm": ("gate norm", ".3f"),
+    "val/load_imbalance": ("busiest expert's load, 1 = even", ".2f"),
+    "val/dead_experts": ("experts without a token, all layers", ".1f"),
+    "val_ema/loss": ("validation loss of averaged weights", ".4f"),
+    "router/entropy": ("entropy of routing scores, nats", ".3f"),
+    "router/gamma": ("γ, mean over layers", ".3f"),
+    "router/expert_signal": ("signal fraction of experts' gradients", ".3f"),
 }
 LOSSES_AND_SCORES = re.compile(r"val/.+/loss|tasks/.+/(acc|bits_per_byte)")  # names by set and task
 # (router, one with a higher loss): Sec. 4.1 and the appendix on KERN-after
@@ -205,11 +205,18 @@ def find_measures(group: Group) -> dict[str, str]:
     task_limits = {run.config.eval.task_limit for run in group.runs}
     if len(task_limits) > 1:
         names = {name for name in names if not name.startswith("tasks/")}
-    formats = {name: form for name, form in MEASURES.items() if name in names}
+    formats = {name: form for name, (_, form) in MEASURES.items() if name in names}
     for name in sorted(names):
         if LOSSES_AND_SCORES.fullmatch(name):
             formats[name] = ".4f"
     return formats
+
+
+def name_measure(name: str) -> str:
+    """A name in metrics.jsonl in words, or itself."""
+    if name == "train/loss":
+        return "training loss"
+    return MEASURES[name][0] if name in MEASURES else name
 
 
 def read_measure(group: Group, runs: Mapping[int, Run], name: str) -> list[float]:

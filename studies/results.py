@@ -27,7 +27,7 @@ from report.blocks import Table
 from report.comparisons import MIN_SEEDS, find_pairs, judge_pairs
 from report.groups import Group
 from report.page import Report, read_report
-from report.pictures import plot_loss
+from report.pictures import draw_figure, list_loss_panels
 from studies import balancing, best, effects, growth, product
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -106,9 +106,7 @@ def parse_report(argv: Sequence[str]) -> Report:
 def plot_report(argv: Sequence[str]) -> Figure:
     """The losses of a report's first group."""
     report = parse_report(argv)
-    figure = plot_loss(report.groups[0], report.baseline)
-    assert figure is not None
-    return figure
+    return draw_figure(list_loss_panels(report.groups[0], report.baseline), columns=2)
 
 
 def tabulate_report(argv: Sequence[str]) -> list[Table]:

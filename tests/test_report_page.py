@@ -3,29 +3,32 @@
 import base64
 import json
 import re
-from itertools import product
+from itertools import combinations, product
 
-import matplotlib
 import numpy as np
 import pytest
 from fake_runs import load_groups, loss_of, make_run, make_seeds
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from scipy import stats
 
 import report.__main__ as report
 from report import pictures
 from report.blocks import Bullets, Paragraph, Table, write_page
+from report.comparisons import compare_group
 from report.runs import read_run
-
-
-@pytest.fixture(autouse=True)
-def coarse_pictures(monkeypatch):
-    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 25)
+from report.tables import name_measure
+from router import ROUTERS
 
 
 def lines_of(axes):
     """{label: (x, y)} of the lines of a panel that are in its legend."""
     lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in lines}
+
+
+def draw_losses(group):
+    return pictures.draw_figure(pictures.list_loss_panels(group, "kern"), columns=2).axes
 
 
 # ---- pictures
@@ -35,15 +38,13 @@ def test_losses_over_steps(tmp_path):
         tmp_path, {"kern": 2, "tanh": 2}, overrides=["model.vocab_size=50257"], noise=0.003
     )
     (group,) = load_groups(*runs)
-    validation, minus = pictures.plot_loss(group, "kern").axes
-    assert validation.get_ylabel() == "validation loss, nats per token"
-    assert minus.get_ylabel() == "minus kern, nats per token"
+    validation, minus = draw_losses(group)
+    assert validation.get_title("left") == "validation loss, nats per token"
+    assert minus.get_title("left") == "minus kern's, 95% over seeds"
     losses = [read_run(run).evaluations[1000]["val/loss"] for run in runs[:3]]
     xs, ys = lines_of(validation)["kern"]
     assert xs == list(range(0, 1001, 100)) and ys[-1] == pytest.approx(np.mean(losses))
-    kern = validation.collections[
-        [line.get_label() for line in validation.get_lines()].index("kern")
-    ]
+    kern = validation.collections[list(lines_of(validation)).index("kern")]
     ends = [y for x, y in kern.get_paths()[0].vertices if x == 1000]
     assert (min(ends), max(ends)) == pytest.approx((min(losses), max(losses)))
     middle = np.array([read_run(run).evaluations[500]["val/loss"] for run in runs])
@@ -71,11 +72,10 @@ def test_options_have_panels_of_their_own(tmp_path):
             tmp_path / f"{x}-{norm}", {"kern": 2, "tanh": 2 + 100 * x * norm}, overrides=given
         )
     (group,) = load_groups(*runs, key="optim.lr")
-    own, _, norm, minus_norm = pictures.plot_loss(group, "kern").axes
-    assert (
-        list(lines_of(own)) == ["tanh, gate_norm own", "kern, gate_norm own"]
-        and norm.get_title() == "gate_norm 2"
-    )
+    own, _, norm, minus_norm = draw_losses(group)
+    assert list(lines_of(own)) == ["tanh, gate_norm own", "kern, gate_norm own"] and norm.get_title(
+        "left"
+    ).endswith("gate_norm 2")
     assert lines_of(minus_norm) == {
         "tanh, gate_norm 2": ([0.001, 0.002], pytest.approx([0.2, 0.4]))
     }
@@ -88,8 +88,9 @@ def test_values_of_a_key_are_at_their_places(tmp_path, values):
     """
     runs = [make_run(tmp_path / str(x), f"model.gate_norm={x}") for x in values]
     (group,) = load_groups(*runs, key="model.gate_norm")
-    axes = pictures.plot_loss(group, "kern").axes[0]
-    (line,) = axes.get_lines()  # of the only variant
+    axes = draw_losses(group)[0]
+    line, ring = axes.get_lines()  # of the only variant, and its best value
+    assert ring.get_fillstyle() == "none"
     assert tuple(line.get_xdata()) == tuple(axes.get_xticks()) == values
     assert [tick.get_text() for tick in axes.get_xticklabels()] == [
         str(x) if x else "own" for x in values
@@ -101,13 +102,110 @@ def test_values_of_a_key_are_at_their_places(tmp_path, values):
     assert (places - places[0]) / unit == pytest.approx(np.subtract(wanted, wanted[0]))
 
 
+def list_texts(figure):
+    """The texts that a figure draws: ticks out of sight are not among them."""
+    hidden = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            drawn = axis._update_ticks()
+            for tick in axis.get_major_ticks() + axis.get_minor_ticks():
+                hidden |= {tick.label1, tick.label2} if tick not in drawn else {tick.label2}
+    texts = [text for text in figure.findobj(Text) if text not in hidden]
+    return [text for text in texts if text.get_visible() and text.get_text()]
+
+
+@pytest.mark.parametrize("shape", ["many", "over", "options"])
+def test_pictures_can_be_read(tmp_path, shape):
+    """By what is drawn: all in the frame, text of 11 pixels on a phone, no label on another."""
+    routers = dict.fromkeys(list(ROUTERS) if shape == "many" else ["kern", "tanh"], 2.2)
+    values = ["0"] if shape == "many" else ["0.25", "0.5", "1", "2", "3", "9", "10", "16"]
+    group_key = "model.gate_norm" if shape == "over" else None
+    if shape == "options":
+        values = ["1", "2"]
+    runs = []
+    for x in values:
+        runs += make_seeds(
+            tmp_path / x, routers, 3, [f"model.gate_norm={x}"], noise=0.03, points=20
+        )
+    (group,) = load_groups(*runs, key=group_key)
+    panels = pictures.list_loss_panels(group, "kern")
+    panels += pictures.list_difference_panels(group, "kern", compare_group(group))
+    panels += pictures.list_measure_panels(group, "kern")
+    for panel in panels:
+        assert panel.sentence
+        figure = pictures.draw_figure([panel])
+        figure.draw_without_rendering()
+        check_texts(figure)
+        check_frame(panel, figure.axes[0])
+
+
+def check_texts(figure):
+    """Texts have 11 pixels on a phone, are in the picture and not on each other."""
+    phone = 328 / (figure.get_figwidth() * 72)
+    boxes = []
+    for text in list_texts(figure):
+        assert text.get_fontsize() * phone >= 11
+        box = Text.get_window_extent(text, figure._get_renderer())  # an annotation's without link
+        assert figure.bbox.padded(1).containsx(box.x0), text.get_text()
+        assert figure.bbox.padded(1).containsx(box.x1), text.get_text()
+        assert figure.bbox.padded(1).containsy(box.y0), text.get_text()
+        assert figure.bbox.padded(1).containsy(box.y1), text.get_text()
+        boxes.append(box.padded(-1))
+    for box, other in combinations(boxes, 2):
+        overlap = Bbox.intersection(box, other)
+        assert overlap is None or min(overlap.size) <= 0
+
+
+def check_frame(panel, axes):
+    """Zero and whole intervals are in the frame; what is not is before an arrow."""
+    start, low, high = axes.get_xlim()[0], *axes.get_ylim()
+    if "at the end" in panel.title:
+        assert start < 0 < axes.get_xlim()[1]
+    elif panel.title.startswith("minus"):
+        assert low < 0 < high
+    if "load of each" in panel.title or "at the end" in panel.title:
+        return
+    for line in axes.get_lines():
+        for x, y in line.get_xydata():
+            assert low <= y <= high or (x < start and "←" in list_notes(axes))
+    for collection in axes.collections:
+        for path in collection.get_paths():
+            shown = path.vertices[path.vertices[:, 0] >= start]
+            assert low <= shown[:, 1].min() and shown[:, 1].max() <= high
+
+
+def list_notes(axes):
+    """What a panel says of what is not in its frame."""
+    return " ".join(text.get_text() for text in axes.texts)
+
+
+def test_a_loss_that_explodes_is_clipped_with_an_arrow(tmp_path):
+    runs = make_seeds(tmp_path, {"kern": 2, "tanh": 2}, 1, points=20, without=BARE)
+    file = runs[1] / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["step"] == 50 and "val/loss" in line:
+            line["val/loss"] = 5.0
+        if line["step"] == 100 and "val/loss" in line:
+            line["val/loss"] = 90.0
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    axes = draw_losses(load_groups(*runs)[0])[0]
+    assert axes.get_ylim()[1] < 6 and "↑ up to 90" in list_notes(axes)
+
+
+MEASURED = ("val/dead_experts", "router/gamma", "val/gate_norm", "train/loss")
+
+
 def test_measures_and_routing(tmp_path):
     runs = make_seeds(
         tmp_path, {"dense": 2, "kern": 2}, 2, measured=["tasks/arc/acc", "val_ema/loss"]
     )
     (group,) = load_groups(*runs)
-    panels = {axes.get_ylabel(): lines_of(axes) for axes in pictures.plot_measures(group).axes}
-    assert panels.keys() >= {"val_ema/loss", "val/load_imbalance", "router/entropy"}
+    panels = {}
+    for panel in pictures.list_measure_panels(group, "kern"):
+        panels[panel.title] = lines_of(pictures.draw_figure([panel]).axes[0])
+    for name in ("val_ema/loss", "val/load_imbalance", "router/entropy", *MEASURED):
+        panels[name] = panels[name_measure(name)]
     assert panels["tasks/arc/acc"]["dense"][0] == list(range(0, 1001, 200))
     assert panels["val/dead_experts"].keys() == panels["router/gamma"].keys() == {"kern"}
     assert panels["val/gate_norm"]["kern"][1][::10] == pytest.approx([1, 2])
@@ -122,8 +220,9 @@ def test_the_report_is_written(tmp_path, call):
     page, html = (out / "report.md").read_text(), (out / "report.html").read_text()
     assert page.startswith("# 9 runs\n") and f"report: {out}/report.html" in printed
     pictures_of_page = re.findall(r"^!\[.*\]\((.*)\)", page, re.M)
-    assert pictures_of_page == ["loss.png", "measures.png"]
-    sources = re.findall(r'<img [^>]*src="data:image/png;base64,([^"]*)"', html)
+    losses = ["validation-loss-nats-per-byte.svg", "minus-kern-s-95-over-seeds.svg"]
+    assert pictures_of_page[:2] == losses and "load-of-each-layer-s-experts.svg" in pictures_of_page
+    sources = re.findall(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]*)"', html)
     assert list(map(base64.b64decode, sources)) == [
         (out / name).read_bytes() for name in pictures_of_page
     ]
@@ -177,8 +276,12 @@ def test_every_evaluation_is_shown_and_old_pictures_are_removed(tmp_path, call):
     assert re.search(rf"^kern +1 +{at_20} +0\.5000 +{at_60} +0\.5000 at 40$", printed, re.M)
     (row,) = re.findall(r"^\| `\S+run` \|.*", (out / "report.md").read_text(), re.M)
     assert f"| 60 | {at_60} | 0.5000 at 40 |" in row
-    assert {path.name for path in out.glob("*.png")} == {"loss.png", "own.png"}
-    (line,) = pictures.plot_loss(load_groups(run)[0], "kern").axes[0].get_lines()
+    assert {path.name for path in out.glob("*.*g")} == {
+        "validation-loss-nats-per-byte.svg",
+        "training-loss.svg",
+        "own.png",
+    }
+    (line,) = draw_losses(load_groups(run)[0])[0].get_lines()
     assert list(line.get_xdata()) == [0, 20, 40, 60]
     assert line.get_marker() != "None" and line.get_markevery() is None
 

@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import fake_runs
-import matplotlib
 import pytest
 from runs import ALONE, REPO_ROOT
 
@@ -258,13 +257,12 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
 
     It is written again when a run changes, and then alone.
     """
-    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 25)
     for router, until in (("kern", 1.0), ("tanh", 0.5)):
         fake_runs.make_run(tmp_path / f"runs/{router}", f"model.router={router}", until=until)
 
     with serve(lambda: read_runs([tmp_path / "runs"])) as (get, _):
         page = get()
-        assert "refresh" in page and page.count("data:image/png") == 2
+        assert "refresh" in page and "data:image/svg" in page
         assert re.search(r"<td>\S+/runs/tanh</td><td>stopped</td><td>500 of 1,000", page)
         assert (
             "<b>kern</b>" in page
@@ -426,11 +424,10 @@ def test_a_damaged_folder_is_a_line_and_the_others_are_shown(damaged_runs, tmp_p
 
 
 def test_the_page_shows_damaged_folders_and_the_others(damaged_runs, tmp_path, monkeypatch):
-    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 25)
     page = html.unescape(build_page(read_runs([Path("runs")])).decode())
     for name, (_, says) in DAMAGES.items():
         assert escape_controls(name) in page and says in page
-    assert "<code>runs/good</code>" in page and "data:image/png" in page
+    assert "<code>runs/good</code>" in page and "data:image/svg" in page
 
 
 def test_a_run_that_breaks_the_report_leaves_the_table(make_run, monkeypatch):
