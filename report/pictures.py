@@ -430,7 +430,10 @@ class Chart:
         last_step = max(max(points) for points in self.lines.values())
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         if self.is_log:
-            first_step = min(min(step for step in points if step) for points in self.lines.values())
+            steps: set[int] = set()
+            for points in self.lines.values():
+                steps.update(points)
+            first_step = min(steps - {0})  # a young run may have step 0 alone
             subs = (1, 2, 5) if last_step < 50 * first_step else (1,)
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=subs))
