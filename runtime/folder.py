@@ -218,16 +218,23 @@ class RunFolder:
                     file.fileno(), owner.encode()
                 )  # a buffer would be written again at the end
                 failure = self.path / FAILURE_FILE
+                earlier = failure.read_bytes() if failure.is_file() else b""
                 failure.unlink(missing_ok=True)
             checkpoint.remove_partial_saves(self.checkpoints)
+            metrics = self.path / "metrics.jsonl"
+            size = metrics.stat().st_size if metrics.is_file() else 0
             try:
                 yield
             except Stopped:
                 raise
             except Exception as error:
                 reason = str(error).removeprefix(f"{self}: ") or type(error).__name__
+                text = f"{reason}\n".encode(errors="replace")
+                if not metrics.is_file() or metrics.stat().st_size == size:
+                    text = earlier  # a start that was refused leaves the run as it was
                 with suppress(OSError):  # must not hide the error that ends the run
-                    write_atomic(failure, f"{reason}\n".encode(errors="replace"))
+                    if text:
+                        write_atomic(failure, text)
                 raise
 
     def write_config(self, config: Config) -> None:

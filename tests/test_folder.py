@@ -254,10 +254,14 @@ def test_an_error_is_written_to_the_folder_until_the_next_start(tiny, error, sta
     run = RunFolder(path_of(tiny()))
     run.path.mkdir(parents=True)
     run.write_config(tiny())
-    with pytest.raises(type(error)), run.claim(ALONE):
-        raise error
-    status = read_run(run.path).status
-    assert (status.state, status.trouble) == (state, trouble)
+    for trained in (True, False):  # a start that was refused leaves the run as it was
+        with pytest.raises(type(error) if trained else RunError), run.claim(ALONE):
+            if not trained:
+                raise RunError("refused")
+            (run.path / "metrics.jsonl").write_text('{"step": 0, "tokens": 0, "train/loss": 1.0}\n')
+            raise error
+        status = read_run(run.path).status
+        assert (status.state, status.trouble) == (state, trouble)
     with run.claim(ALONE):
         pass
     assert read_run(run.path).status.state == "stopped"

@@ -582,7 +582,8 @@ def test_a_config_that_is_empty_or_cut_is_refused(tiny, every_reader):
     file = folder.path_of(tiny()) / "config.toml"
     lines = file.read_text().splitlines(keepends=True)
     refused = 0
-    for length in range(0, len(lines), 6):
+    # without the last line, log.tensorboard, it is as old runs have it
+    for length in range(0, len(lines) - 1, 6):
         file.write_text("".join(lines[:length]))
         refuse("config.toml: ")
         refused += 1
