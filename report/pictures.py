@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 from matplotlib.transforms import ScaledTranslation
 
-from common.text import plural
 from report.comparisons import MIN_SEEDS, UNDECIDED, Comparison, measure_difference
 from report.groups import Group, Variant, format_tick, format_value, join_labels
 from report.runs import Run
@@ -303,16 +302,17 @@ class Chart:
         self.limits = self.find_limits()
 
     def choose_steps(self) -> None:
-        """Set `start` and `is_log` if the first quarter spans twice as much as the rest."""
+        """Set `start` and `is_log` if the first quarter makes the axis twice as long."""
         last_step = max((max(points) for points in self.lines.values()), default=0)
         early = []
         late = []
+        zero = [0.0] if self.is_difference else []  # it is always in the frame
         for points in self.lines.values():
             for step, point in points.items():
                 values = early if step < last_step / 4 else late
                 if math.isfinite(point.mean):
                     values.append(point.mean)
-        if early and late and np.ptp(early + late) > 2 * np.ptp(late):
+        if early and late and np.ptp(early + late + zero) > 2 * np.ptp(late + zero):
             self.start = last_step / 4 if self.is_difference else 1
             self.is_log = not self.is_difference
 
@@ -371,7 +371,7 @@ class Chart:
         points = {variant.label: self.lines[variant][x] for variant in variants}
         if self.is_difference:
             n_apart = sum(point.low > 0 or point.high < 0 for point in points.values())
-            return f"At {place}, {n_apart} of {plural(len(points), 'interval')} exclude 0."
+            return f"Intervals that exclude 0 at {place}: {n_apart} of {len(points)}."
         lowest = min(points, key=lambda label: points[label].mean)
         highest = max(points, key=lambda label: points[label].mean)
         text = f"At {place}: {lowest} {points[lowest].mean:.4g}"

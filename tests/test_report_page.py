@@ -61,6 +61,13 @@ def test_losses_over_steps(tmp_path):
     assert (min(bar), max(bar)) == pytest.approx((interval.low, interval.high))
 
 
+def test_a_constant_difference_is_shown_from_its_start(tmp_path):
+    (group,) = load_groups(*make_seeds(tmp_path, {"kern": 2, "tanh": 2.05}, noise=0.0))
+    minus = draw_losses(group)[1]
+    assert minus.get_xlim()[0] < 100
+    assert not any("before" in text.get_text() for text in minus.texts)
+
+
 def test_options_have_panels_of_their_own(tmp_path):
     """The loss over a key, and beside it the difference from the baseline at equal options, without
     the baseline's.
