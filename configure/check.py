@@ -273,6 +273,7 @@ def _check_transfer(config: Config) -> Iterator[str]:
             f"model.n_embd / model.n_head = {head_size}; "
             f"set --optim.base_width={_round_up(width, head_size)} or another model.n_head"
         )
+    yield from _check_base_hidden(config)
     if config.train.init_from:
         yield (
             f"train.init_from = {config.train.init_from}: optim.transfer = mup scales random "
@@ -283,6 +284,30 @@ def _check_transfer(config: Config) -> Iterator[str]:
             f"model.gate_norm = {model.gate_norm:g}: optim.transfer = mup makes all gates count as "
             "gates of norm sqrt(top_k); set --model.gate_norm=0, and --model.gate_scale for a "
             "factor on that norm"
+        )
+
+
+def _check_base_hidden(config: Config) -> Iterator[str]:
+    """Check the hidden width of the base against its `base_width` and this model's."""
+    model = config.model
+    base_width = config.optim.base_width
+    base_hidden = config.optim.base_hidden
+    hidden = model.active_hidden
+    proportional = max(1, round(hidden * base_width / model.n_embd))
+    if not base_width:
+        return  # reported already
+    if not base_hidden:
+        yield (
+            "optim.transfer = mup: optim.base_hidden = 0 is no width; set it to the "
+            "(top_k + n_shared_expert) * expert_hidden at which optim.lr was tuned, "
+            f"as --optim.base_hidden={proportional} if its ratio to n_embd was this model's"
+        )
+    elif config.optim.name == "muon" and base_hidden * model.n_embd != hidden * base_width:
+        yield (
+            f"optim.base_hidden = {base_hidden} of optim.base_width = {base_width} is another "
+            f"ratio than {hidden} of {model.n_embd}, and Muon's rates are known for one ratio; set "
+            f"model.expert_hidden to keep it, --optim.base_hidden={proportional} if it was kept, "
+            "or --optim.name=adamw"
         )
 
 

@@ -249,6 +249,11 @@ class Model(Section):
         "auto", "kernels of experts, LM head", report="neutral"
     )
 
+    @property
+    def active_hidden(self) -> int:
+        """Hidden units of a block that act on a token."""
+        return (self.top_k + self.n_shared_expert) * self.expert_hidden
+
     @field_validator("router")
     @classmethod
     def _find_router(cls, value: str) -> str:
@@ -559,6 +564,12 @@ class Optim(Section):
     )
     base_width: int = key(
         0, "mup: n_embd at which the settings were tuned", ge=0, acts_if="optim.transfer=mup"
+    )
+    base_hidden: int = key(
+        0,
+        "mup: (top_k + n_shared_expert) * expert_hidden at which they were tuned",
+        ge=0,
+        acts_if="optim.transfer=mup",
     )
     base_layers: int = key(
         0,

@@ -16,6 +16,8 @@ from model import GPT
 
 # The matrices of a block; "w_out" also is the end of a parameter without ".weight".
 MATRICES = ("attn.qkv.weight", "attn.proj.weight", "w_in.weight", "w_out.weight", "w_in", "w_out")
+# Those whose inputs are hidden units
+HIDDEN = ("w_out", "w_out.weight")
 # What a block adds to the residual stream is linear in these.
 OUTPUTS = ("attn.proj.weight", "attn.proj.bias", "w_out", "w_out.weight", "w_out.bias")
 
@@ -23,7 +25,8 @@ OUTPUTS = ("attn.proj.weight", "attn.proj.bias", "w_out", "w_out.weight", "w_out
 class Ratios(NamedTuple):
     """A model's shape over the shape at which its settings were tuned."""
 
-    width: float = 1.0  # of n_embd, and of top_k * expert_hidden, which grows with it
+    width: float = 1.0  # of n_embd
+    hidden: float = 1.0  # of the hidden units of a block that act on a token
     depth: float = 1.0  # of n_layer
     gates: float = 1.0  # √top_k over the norm that the gates start with
 
@@ -44,7 +47,9 @@ def measure_ratios(model: Model, optim: Optim) -> Ratios:
     if model.router != "dense":
         # fresh routers have logits of the base width's size
         gates = math.sqrt(model.top_k) / own_gate_norm(model, optim.base_width)
-    return Ratios(model.n_embd / optim.base_width, depth, gates)
+    width = model.n_embd / optim.base_width
+    hidden = model.active_hidden / optim.base_hidden
+    return Ratios(width, hidden, depth, gates)
 
 
 def find_scale(name: str, ratios: Ratios, by_muon: bool) -> Scale:
@@ -61,8 +66,9 @@ def find_scale(name: str, ratios: Ratios, by_muon: bool) -> Scale:
         size /= ratios.width
         rate /= ratios.width
     elif name.endswith(("router.weight", *MATRICES)):
-        size /= math.sqrt(ratios.width)
-        rate /= math.sqrt(ratios.width) if by_muon else ratios.width
+        inputs = ratios.hidden if name.endswith(HIDDEN) else ratios.width
+        size /= math.sqrt(inputs)
+        rate /= math.sqrt(inputs) if by_muon else inputs
     if name.endswith(OUTPUTS):
         # `GPT.init_weights` divides by the root of the depth
         size /= math.sqrt(ratios.depth)

@@ -61,6 +61,12 @@ def widen(base: Model, width: int) -> Model:
     return base.model_copy(update=sizes)
 
 
+def make_optim(base: Model, name: str, transfer: str) -> Optim:
+    """Settings of the optimizer `name`, tuned at `base`."""
+    sizes = {"base_width": base.n_embd, "base_hidden": base.active_hidden}
+    return Optim(name=name, lr=LR, transfer=transfer, **sizes)
+
+
 def draw_windows(n_batch: int, block_size: int, seed: int) -> Tensor:
     """(n_batch, N_SEQUENCE, block_size + 1) int64 bytes at random places of TEXT."""
     text = torch.tensor(list(TEXT.read_bytes()))
@@ -186,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in ("adamw", "muon"):
             sizes = {}
             for transfer in ("mup", "none"):
-                optim = Optim(name=name, lr=LR, transfer=transfer, base_width=base.n_embd)
+                optim = make_optim(base, name, transfer)
                 sizes[transfer] = compare_widths(base, optim, args.widths, args.seeds)
             if args.picture and router == args.routers[0] and name == "adamw":
                 draw(sizes, args.widths, args.picture)

@@ -39,6 +39,7 @@ CONDITIONAL = {
     "optim.decay_fraction": "optim.schedule=wsd",
     "optim.decay": "optim.schedule=wsd",
     "optim.base_width": "optim.transfer=mup",
+    "optim.base_hidden": "optim.transfer=mup",
     "optim.base_layers": "optim.transfer=mup",
 }
 DEFAULTS = {key: schema["default"] for key, schema in KEYS.items()}

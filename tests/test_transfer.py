@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,36 +12,44 @@ from model import GPT
 from runtime.distributed import Ranks
 from runtime.optimizers import build_optimizer, find_group
 from runtime.state import build_model
-from studies.coordinates import BASE, LEARNED, LR, compare_widths, find_spreads
+from studies.coordinates import (
+    BASE,
+    LEARNED,
+    compare_widths,
+    find_spreads,
+    make_optim,
+    train_and_measure,
+)
 
 STD = 0.06
 OUT = STD / math.sqrt(2 * 2)  # of residual projections in a base of two layers
 DECAY = 0.5
 # {end of a name: (std, or value of a vector; rate under AdamW; rate under Muon)} for m times the
-# base's width and d times its depth. The gates of sqrtgate have norm 1 and count as √K = 2.
+# base's width, h times its hidden width and d times its depth. The gates of sqrtgate have norm 1
+# and count as √K = 2.
 TABLE = {
-    "wte.weight": lambda m, d: (STD, 1, 1),
-    "wpe.weight": lambda m, d: (STD, 1, 1),
-    "lm_head.weight": lambda m, d: (STD, 1, 1),
-    "ln_f.weight": lambda m, d: (1 / m, 1 / m, 1 / m),
-    "ln_f.bias": lambda m, d: (0, 1 / m, 1 / m),
-    "ln_1.weight": lambda m, d: (1, 1, 1),
-    "ln_1.bias": lambda m, d: (0, 1, 1),
-    "ln_2.weight": lambda m, d: (1, 1, 1),
-    "ln_2.bias": lambda m, d: (0, 1, 1),
-    "attn.qkv.weight": lambda m, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
-    "attn.qkv.bias": lambda m, d: (0, 1, 1),
-    "attn.proj.weight": lambda m, d: (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
-    "attn.proj.bias": lambda m, d: (0, 1 / d, 1 / d),
-    "router.weight": lambda m, d: (STD / m**0.5, 1 / m, 1 / m),
-    "mlp.w_in.weight": lambda m, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
-    "mlp.w_in.bias": lambda m, d: (0, 1, 1),
-    "mlp.w_out.weight": lambda m, d: (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
-    "mlp.w_out.bias": lambda m, d: (0, 1 / d, 1 / d),
-    "shared.w_in.weight": lambda m, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
-    "shared.w_out.weight": lambda m, d: (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
-    "experts.w_in": lambda m, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
-    "experts.w_out": lambda m, d: (2 * OUT / m**0.5 / d, 2 / m / d, 2 / m**0.5 / d),
+    "wte.weight": lambda m, h, d: (STD, 1, 1),
+    "wpe.weight": lambda m, h, d: (STD, 1, 1),
+    "lm_head.weight": lambda m, h, d: (STD, 1, 1),
+    "ln_f.weight": lambda m, h, d: (1 / m, 1 / m, 1 / m),
+    "ln_f.bias": lambda m, h, d: (0, 1 / m, 1 / m),
+    "ln_1.weight": lambda m, h, d: (1, 1, 1),
+    "ln_1.bias": lambda m, h, d: (0, 1, 1),
+    "ln_2.weight": lambda m, h, d: (1, 1, 1),
+    "ln_2.bias": lambda m, h, d: (0, 1, 1),
+    "attn.qkv.weight": lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
+    "attn.qkv.bias": lambda m, h, d: (0, 1, 1),
+    "attn.proj.weight": lambda m, h, d: (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
+    "attn.proj.bias": lambda m, h, d: (0, 1 / d, 1 / d),
+    "router.weight": lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m),
+    "mlp.w_in.weight": lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
+    "mlp.w_in.bias": lambda m, h, d: (0, 1, 1),
+    "mlp.w_out.weight": lambda m, h, d: (OUT / h**0.5 / d, 1 / h / d, 1 / h**0.5 / d),
+    "mlp.w_out.bias": lambda m, h, d: (0, 1 / d, 1 / d),
+    "shared.w_in.weight": lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
+    "shared.w_out.weight": lambda m, h, d: (OUT / h**0.5 / d, 1 / h / d, 1 / h**0.5 / d),
+    "experts.w_in": lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
+    "experts.w_out": lambda m, h, d: (2 * OUT / h**0.5 / d, 2 / h / d, 2 / h**0.5 / d),
 }
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 
@@ -49,9 +58,17 @@ def build(model: Model, optim: Optim) -> GPT:
     return build_model(Config(model=model, optim=optim), None, None, ONE_RANK)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize(("m", "d"), [(1, 1), (3, 2)])
-def test_sizes_and_rates_are_of_the_table(m, d, name):
+@pytest.mark.parametrize(
+    ("name", "m", "h", "d"),
+    [
+        ("adamw", 1, 1, 1),
+        ("adamw", 3, 3, 2),
+        ("adamw", 3, 2, 1),
+        ("muon", 1, 1, 1),
+        ("muon", 3, 3, 2),
+    ],
+)
+def test_sizes_and_rates_are_of_the_table(name, m, h, d):
     """Rate times decay is that of "none". Groups' own ratios stay factors."""
     model = Model(
         n_layer=2 * d,
@@ -61,7 +78,7 @@ def test_sizes_and_rates_are_of_the_table(m, d, name):
         vocab_size=97,
         n_expert=6,
         top_k=4,
-        expert_hidden=16 * m,
+        expert_hidden=16 * h,
         n_shared_expert=1,
         n_dense_layer=1,
         bias=True,
@@ -70,14 +87,14 @@ def test_sizes_and_rates_are_of_the_table(m, d, name):
         router="sqrtgate",
     )
     keys = {"name": name, "weight_decay": DECAY, "router_lr_ratio": 0.25}
-    optim = Optim(**keys, transfer="mup", base_width=64, base_layers=2)
+    optim = Optim(**keys, transfer="mup", base_width=64, base_hidden=80, base_layers=2)
     gpt = build(model, optim)
     optimizer = build_optimizer(gpt, optim)
     checked = set()
     for parameter, p in gpt.named_parameters():
         (end,) = [end for end in TABLE if parameter.endswith(end)]
         checked.add(end)
-        size, by_adamw, by_muon = TABLE[end](m, d)
+        size, by_adamw, by_muon = TABLE[end](m, h, d)
         rate = by_muon if name == "muon" else by_adamw
         if end == "router.weight":
             rate *= 0.25
@@ -129,7 +146,8 @@ ROOT_K = "sqrtexp, post=l2 over topk, c=2"  # its gates have norm √K by themse
 def test_at_the_base_a_step_is_that_of_none_to_the_bit(router):
     model = SMALL.model_copy(update={"router": router})
     _, plain = train(model, Optim(lr=1e-2), n_step=1)
-    _, moved = train(model, Optim(lr=1e-2, transfer="mup", base_width=16, base_layers=2), n_step=1)
+    moved_optim = Optim(lr=1e-2, transfer="mup", base_width=16, base_hidden=32, base_layers=2)
+    _, moved = train(model, moved_optim, n_step=1)
     for (name, wanted), p in zip(plain.named_parameters(), moved.parameters(), strict=True):
         assert p.equal(wanted), name
 
@@ -139,7 +157,7 @@ def test_a_constant_of_the_router_changes_nothing(name):
     """The gates' identity of docs/theory.md: with decay too, since rate times decay is fixed."""
     keys = {"name": name, "lr": 1e-2, "eps": 1e-30, "weight_decay": DECAY}
     for transfer in ("mup", "none"):
-        optim = Optim(**keys, transfer=transfer, base_width=8)
+        optim = Optim(**keys, transfer=transfer, base_width=8, base_hidden=16)
         losses = []
         for router in ("sigmoid, gamma", "sigmoid, gamma, c=5"):
             model = SMALL.model_copy(update={"router": router})
@@ -153,10 +171,28 @@ def test_activations_keep_their_size_over_widths(name):
     """A factor of 1.3 at most over 64 to 256 channels, and far more without transfer."""
     spreads = {}
     for transfer in ("mup", "none"):
-        optim = Optim(name=name, lr=LR, transfer=transfer, base_width=64)
+        optim = make_optim(BASE, name, transfer)
         spreads[transfer] = find_spreads(compare_widths(BASE, optim, [64, 128, 256], 2))
     initial = spreads["mup"].pop("logits")
     assert 1.3 < initial < 2.5  # a factor of 2 = √(256 / 64) before the first step, by design
     assert max(spreads["mup"].values()) < 1.3, spreads["mup"]
     assert spreads["none"]["after block 2"] > 3
     assert spreads["none"][f"logits, from step {LEARNED}"] > 1.5
+
+
+@pytest.mark.integration
+def test_activations_keep_their_size_over_hidden_widths():
+    """A factor of 1.3 at most up to 8 times the base's K·H, and more without base_hidden."""
+    optim = make_optim(BASE, "adamw", "mup")
+    spreads = {}
+    for knows_base in (True, False):
+        rows = []
+        for hidden in (16, 32, 128):
+            model = BASE.model_copy(update={"expert_hidden": hidden})
+            base_hidden = BASE.active_hidden if knows_base else model.active_hidden
+            own_optim = optim.model_copy(update={"base_hidden": base_hidden})
+            last_squares = [train_and_measure(model, own_optim, seed)[-1] for seed in range(2)]
+            rows.append(np.mean([row["after block 1"] for row in last_squares]) ** 0.5)
+        spreads[knows_base] = max(rows) / min(rows)
+    assert spreads[True] < 1.3
+    assert spreads[False] > 1.6
