@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import Attention, Documents, KVCache, find_documents, make_norm
@@ -72,9 +73,29 @@ class Experts(nn.Module):
         self.copies: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        w_in, w_out = self.w_in, self.w_out
+        if isinstance(w_in, DTensor) and isinstance(w_out, DTensor):  # train.expert_parallel
+            w_in, w_out = w_in.to_local(), w_out.to_local()
         return expert_mlp(
-            x, self.w_in, self.w_out, weights, experts, self.backend, self.activation, self.copies
+            x, w_in, w_out, weights, experts, self.backend, self.activation, self.copies
         )
+
+
+class Journey(Protocol):
+    """Rows (R, C), one per token and chosen expert, on their way to the ranks of their experts."""
+
+    def arrive(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The arguments of `Experts.forward` on this rank, with K = 1."""
+
+    def return_to_tokens(self, rows: Tensor) -> Tensor:
+        """(N, C) sums over each token's experts, from their outputs (R, C)."""
+
+
+class Exchange(Protocol):
+    """`runtime.expert_parallel.Exchange`."""
+
+    def start(self, x: Tensor, gates: Tensor, experts: Tensor) -> Journey:
+        """Start to send tokens to their experts; arguments as in `Experts.forward`."""
 
 
 def build_router(config: ModelConfig, layer: int) -> Router:
@@ -102,6 +123,8 @@ class MoE(nn.Module):
         self.router.linear = partial(linear, backend=config.backend)
         self.counts_margins = False  # in training, for train.bias_update = "quantile"
         self.experts = Experts(config)
+        # with train.expert_parallel: sends tokens to other ranks' experts
+        self.exchange: Exchange | None = None
         self.shared = None
         if config.n_shared_expert:
             self.shared = MLP(config, config.n_shared_expert, bias=False)
@@ -121,10 +144,17 @@ class MoE(nn.Module):
         unrounded = tokens if exact is None else exact.flatten(0, 1)
         routing = self.router(unrounded, n_sequence=len(x), ids=idx)
         stats = self._measure(routing, len(x))
-        y = self.experts(tokens, routing.weights, routing.experts)  # (N, C)
+        if self.exchange is None:
+            y = self.experts(tokens, routing.weights, routing.experts)  # (N, C)
+            if self.shared is not None:
+                y = y + self.shared(unrounded)[0]
+            return y, stats  # FSDP2 warns of views that leave a block
+        journey = self.exchange.start(tokens, routing.weights, routing.experts)
+        shared = None
         if self.shared is not None:
-            y = y + self.shared(unrounded)[0]
-        return y, stats  # FSDP2 warns of views that leave a block
+            shared = self.shared(unrounded)[0]  # computed while rows travel
+        y = journey.return_to_tokens(self.experts(*journey.arrive()))  # (N, C)
+        return y if shared is None else y + shared, stats
 
     def _measure(self, routing: Routing, n_sequence: int) -> Stats:
         """Compute the layer's Stats in fp32, as the router does."""

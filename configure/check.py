@@ -94,6 +94,7 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
         *_check_model(config.model),
         *_check_balance(config.model, config.train),
         *_check_batch(config.train, world_size),
+        *_check_expert_parallel(config.model, config.train),
         *_check_warmup(config),
         *_check_tasks(config),
         *_check_branch(config.train, config.optim),
@@ -127,6 +128,15 @@ def _check_model(model: Model) -> Iterator[str]:
         yield (
             f"model.n_hash_layer = {model.n_hash_layer}: a dense model has no experts; "
             f"set --model.n_hash_layer=0"
+        )
+
+
+def _check_expert_parallel(model: Model, train: Train) -> Iterator[str]:
+    n = train.expert_parallel
+    if model.router != "dense" and model.n_expert % n:
+        yield (
+            f"model.n_expert = {model.n_expert} does not divide among train.expert_parallel = {n} "
+            f"ranks; set --train.expert_parallel={gcd(model.n_expert, n)}"
         )
 
 

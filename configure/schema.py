@@ -415,6 +415,12 @@ class Train(Section):
         "auto: the first that fits",
         resume=True,
     )
+    expert_parallel: int = key(
+        1,
+        "consecutive ranks that share one set of experts; tokens travel between them",
+        ge=1,
+        resume=True,
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = key(
         "float32",
         "type in which gradients are summed over ranks; bfloat16 sends half the bytes, and rounds",

@@ -6,7 +6,7 @@ they were compared with.
 """
 
 from collections.abc import Mapping, Sequence
-from math import ceil, log2, prod
+from math import ceil, gcd, log2, prod
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from configure import Config
 from configure.schema import Model
 from kernels.cross_entropy import chunk_rows
 from model import dense_layers
+from router import find_spec
 from runtime import RunError, distributed
 from runtime.optimizers import is_for_muon
 from runtime.parallel import holds_weights
@@ -70,8 +71,12 @@ def estimate_memory(
     checkpointing = config.train.activation_checkpointing
     parameters = 0  # numbers on this rank
     moments = 0
+    gathered = 4 * sum(prod(shape) for shape in shapes.values())
+    n = count_expert_ranks(config)
+    shapes = divide_experts(shapes, n)
     for name, shape in shapes.items():
-        size = ceil(shape[0] / shards) * prod(shape[1:])
+        parts = max(1, shards // n) if ".experts." in name else shards
+        size = ceil(shape[0] / parts) * prod(shape[1:])
         by_muon = config.optim.name == "muon" and is_for_muon(name, len(shape))
         parameters += size
         moments += size if by_muon else 2 * size
@@ -82,7 +87,8 @@ def estimate_memory(
     n_dense = dense_layers(model)
     layers = []
     for layer in range(model.n_layer):
-        layers.append(activation_bytes(model, tokens, dtype, dense=layer < n_dense))
+        dense = layer < n_dense
+        layers.append(activation_bytes(model, tokens, dtype, dense, travels=n > 1))
     activations = sum(layers)
     if checkpointing:
         block_inputs = model.n_layer * 4 * tokens * model.n_embd  # fp32
@@ -92,8 +98,7 @@ def estimate_memory(
     logits = logits_bytes(model, tokens, dtype)
 
     scoring = 0
-    if config.eval.task_names and parallel != "ddp":
-        gathered = 4 * sum(prod(shape) for shape in shapes.values())
+    if config.eval.task_names and (parallel != "ddp" or n > 1):
         scoring = max(0, gathered - copies - activations - logits)
     return Memory(
         weights=4 * parameters,
@@ -105,6 +110,58 @@ def estimate_memory(
         ema=4 * parameters if config.train.ema_decay else 0,
         scoring=scoring,
     )
+
+
+def count_expert_ranks(config: Config) -> int:
+    """Ranks that share one set of experts; 1 for a dense model, which has none."""
+    return 1 if find_spec(config.model.router) is None else config.train.expert_parallel
+
+
+def divide_experts(shapes: Shapes, n: int) -> Shapes:
+    """The shapes on one of `n` ranks that share the experts."""
+    divided = {}
+    for name, shape in shapes.items():
+        is_shared = ".experts." in name
+        divided[name] = (shape[0] // n, *shape[1:]) if is_shared else tuple(shape)
+    return divided
+
+
+def estimate_traffic(
+    config: Config, shapes: Shapes, parallel: str, world_size: int, local_size: int
+) -> float:
+    """Estimate the bytes that one rank sends per step, by the formulas of docs/scale.md."""
+    model = config.model
+    train = config.train
+    passes = train.batch_size / (train.micro_batch_size * world_size)
+    n = count_expert_ranks(config)
+    b = CAST_BYTES[train.dtype] or 4
+    expert_numbers = 0
+    other_numbers = 0
+    for name, shape in shapes.items():
+        if ".experts." in name:
+            expert_numbers += prod(shape)
+        else:
+            other_numbers += prod(shape)
+
+    within = local_size if parallel == "hsdp" else world_size  # ranks that shard or copy weights
+    own_experts = expert_numbers / n if within > n else 0  # others of the rank's group have these
+    weights = b * own_experts + 4 * other_numbers
+    gradients = 4 * (own_experts + other_numbers)
+    if parallel == "ddp":
+        total = 2 * gradients
+    elif holds_weights(parallel, accumulates=passes > 1):
+        total = weights + passes * gradients
+    else:
+        total = passes * (2 * weights + gradients)
+    if parallel == "hsdp":
+        nodes = world_size / local_size
+        total += 2 * 4 * (expert_numbers + other_numbers) / local_size * (nodes - 1) / nodes
+
+    tokens = train.micro_batch_size * model.block_size
+    n_layer = model.n_layer - dense_layers(model)
+    journeys = 6 if train.activation_checkpointing else 4  # there and back; again for gradients
+    row_bytes = b * model.top_k * tokens * model.n_embd
+    return total + passes * n_layer * journeys * row_bytes * (n - 1) / n
 
 
 def copied_bytes(
@@ -146,8 +203,14 @@ def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
     return b * tokens * C + gradient + max(chunk, gradient)
 
 
-def activation_bytes(model: Model, tokens: int, dtype: str, dense: bool) -> int:
-    """Bytes that autograd saves of one block, with or without experts, for `tokens` tokens."""
+def activation_bytes(
+    model: Model, tokens: int, dtype: str, dense: bool, travels: bool = False
+) -> int:
+    """Bytes that autograd saves of one block, with or without experts, for `tokens` tokens.
+
+    If a token `travels` to its experts (train.expert_parallel), a rank also keeps the rows that it
+    received. Equal loads on all ranks are assumed.
+    """
     b = CAST_BYTES[dtype] or 4
     C = model.n_embd
     H = model.expert_hidden
@@ -162,6 +225,8 @@ def activation_bytes(model: Model, tokens: int, dtype: str, dense: bool) -> int:
     pre_activations = (2 if model.gated else 1) * b * K * H
     bytes_per_token += pre_activations + 20 * K  # gates and indices
     bytes_per_token += mlp_bytes * model.n_shared_expert
+    if travels:
+        bytes_per_token += K * (b * C + 8)  # rows, and their order
     if b != 4:
         bytes_per_token += 4 * C  # the router's fp32 input
         if model.n_shared_expert:
@@ -218,8 +283,8 @@ def choose_parallelism(
         "ddp", "zero2", "fsdp" or "hsdp", and the estimate of each rank's memory under it.
 
     Raises:
-        RunError: it needs more ranks, or the device's memory is known and smaller than the state
-            alone.
+        RunError: it or train.expert_parallel needs other ranks, or the device's memory is known
+            and smaller than the state alone.
     """
     train = config.train
     capacity = distributed.memory_bytes(device)
@@ -234,12 +299,47 @@ def choose_parallelism(
             f"{', '.join(possible)}, or start more ranks with torchrun"
         )
     estimates = {}
+    problem = ""
     for parallel, shards in possible.items():
         if train.parallel in ("auto", parallel):
-            estimates[parallel] = estimate_memory(config, shapes, parallel, shards, accumulates)
+            problem = describe_expert_problem(config, parallel, world_size, local_size)
+            if not problem:
+                estimate = estimate_memory(config, shapes, parallel, shards, accumulates)
+                estimates[parallel] = estimate
+    if not estimates:
+        raise RunError(problem)
     chosen = select_fitting(estimates, capacity)
     check_state_fits(estimates[chosen], capacity, shapes)
     return chosen, estimates[chosen]
+
+
+def describe_expert_problem(config: Config, parallel: str, world_size: int, local_size: int) -> str:
+    """Say why train.expert_parallel is impossible with `parallel` on these ranks; "" if it is not.
+
+    Arguments as in `choose_parallelism`.
+    """
+    n = count_expert_ranks(config)
+    if n == 1:
+        return ""
+    on_ranks = f"train.expert_parallel = {n} with {world_size} rank(s), {local_size} on this node"
+    if world_size % n:
+        return (
+            f"{on_ranks}: groups of {n} ranks do not divide the ranks; set "
+            f"--train.expert_parallel={gcd(world_size, n)}, or start {n} ranks or a multiple with "
+            "torchrun"
+        )
+    if parallel == "hsdp" and n != local_size:
+        return (
+            f"{on_ranks}: with train.parallel = hsdp the ranks of a node share the experts; set "
+            f"--train.expert_parallel={local_size} or --train.parallel=fsdp"
+        )
+    if parallel in ("zero2", "fsdp") and config.model.n_expert % world_size:
+        return (
+            f"{on_ranks}: train.parallel = {parallel} shards experts over all ranks, which must "
+            f"divide model.n_expert = {config.model.n_expert}; set --train.parallel=ddp or "
+            "--train.expert_parallel=1"
+        )
+    return ""
 
 
 def select_fitting(estimates: Mapping[str, Memory], capacity: int | None) -> str:

@@ -11,7 +11,7 @@ from attention import Attention
 from configure.schema import Optim
 from kernels import choose_backend, triton_adamw
 from model import GPT, MLP, Experts
-from runtime.parallel import full_tensor, local_part
+from runtime.parallel import find_mesh, full_tensor, local_part
 from runtime.transfer import Ratios, find_scale, measure_ratios
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Muon's authors
@@ -93,30 +93,32 @@ def build_optimizer(
     if copy_dtype is not None and optim.name != "muon":
         copied = {p for name, p in model.named_parameters() if ".experts." in name}
 
-    by_torch: list[Group] = []
+    # by the ranks that parameters are on: torch does not step or clear several meshes at once
+    by_torch: dict[Any, list[Group]] = {}
     by_copying: list[Group] = []
-    by_muon: list[Group] = []
+    by_muon: dict[Any, list[Group]] = {}
     for group in groups:
+        mesh = find_mesh(group["params"][0])
         with_copies = [p for p in group["params"] if p in copied]
         without = [p for p in group["params"] if p not in copied]
         if "momentum" in group:
-            by_muon.append(group)
+            by_muon.setdefault(mesh, []).append(group)
             continue
         if with_copies:
             by_copying.append({**group, "params": with_copies})
         if without:
-            by_torch.append({**group, "params": without})
+            by_torch.setdefault(mesh, []).append({**group, "params": without})
 
     betas = (optim.beta1, optim.beta2)
-    parts: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(by_torch, lr=optim.lr, betas=betas, eps=optim.eps, fused=True)
-    ]
+    parts: list[torch.optim.Optimizer] = []
+    for part in by_torch.values():
+        parts.append(torch.optim.AdamW(part, lr=optim.lr, betas=betas, eps=optim.eps, fused=True))
     if by_copying:
         assert copy_dtype is not None
         parts.append(CopyingAdamW(by_copying, optim.lr, betas, optim.eps, copy_dtype))
-    if by_muon:
-        splits = find_splits(model) if optim.muon_split else {}
-        parts.append(Muon(by_muon, optim.lr, splits))
+    splits = find_splits(model) if by_muon and optim.muon_split else {}
+    for part in by_muon.values():
+        parts.append(Muon(part, optim.lr, splits))
     optimizers = Optimizers(parts, ordered)
     allocate_moments(optimizers)
     return optimizers
@@ -150,7 +152,7 @@ def group_parameters(model: nn.Module, optim: Optim) -> list[Group]:
         rate = find_scale(name, ratios, by_muon).rate
         settings["lr_ratio"] *= rate
         settings["weight_decay"] /= rate
-        key = (tuple(settings.items()), is_matrix)
+        key = (tuple(settings.items()), is_matrix, find_mesh(p))
         group = groups.setdefault(key, {**settings, "params": []})
         group["params"].append(p)
     return list(groups.values())

@@ -8,6 +8,7 @@ one micro-batch.
 
 import copy
 import inspect
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +16,15 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from common.text import first_line
 from model import GPT, MoE
 from runtime.distributed import Ranks, gather, print_once
+from runtime.expert_parallel import Exchange
 
 DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
 # Rank 0's buffers must not overwrite the others' in every forward pass; torch 2.13 renamed the
@@ -40,6 +42,7 @@ class Compute(NamedTuple):
     dtype: torch.dtype  # the type that autocast computes in
     parallel: str  # "ddp", "zero2", "fsdp" or "hsdp"
     checkpointing: bool  # activations are computed again in the backward pass
+    expert_parallel: int = 1  # ranks that share one set of experts
 
     def autocast(self) -> torch.autocast:
         """A new autocast context; disabled for float32."""
@@ -48,8 +51,8 @@ class Compute(NamedTuple):
 
     @property
     def sharded(self) -> bool:
-        """True if each rank holds a part of every tensor between steps."""
-        return self.parallel != "ddp"
+        """True if each rank holds a part of every tensor, or of experts', between steps."""
+        return self.parallel != "ddp" or self.expert_parallel > 1
 
     @property
     def shares_casts(self) -> bool:
@@ -70,6 +73,7 @@ def distribute(
     compile: bool = False,
     accumulates: bool = True,
     reduce_dtype: torch.dtype = torch.float32,
+    expert_parallel: int = 1,
 ) -> nn.Module:
     """Move `model` to the device, shard or wrap it in place; returns the module to call instead.
 
@@ -82,19 +86,119 @@ def distribute(
         compile: compile each block.
         accumulates: a step has several micro-batches.
         reduce_dtype: the type that gradients are summed in over ranks.
+        expert_parallel: consecutive ranks that share one set of experts.
     """
     if compile:
         compile_blocks(model)
-    if parallel != "ddp":
-        _shard(model, parallel, ranks, dtype, holds_weights(parallel, accumulates), reduce_dtype)
-        return model
-    model.to(ranks.device)
+    mesh = None
+    if expert_parallel > 1 and expert_parameters(model):
+        mesh = build_expert_mesh(parallel, ranks, expert_parallel)
+        share_experts(model, mesh["expert"], ranks.device)
+    if parallel == "ddp":
+        runner = _replicate(model.to(ranks.device), ranks, reduce_dtype, mesh)
+    else:
+        hold = holds_weights(parallel, accumulates)
+        _shard(model, parallel, ranks, dtype, hold, reduce_dtype, mesh)
+        runner = model
+    if mesh is not None and "replicate" in (mesh.mesh_dim_names or ()):
+        average_expert_gradients(runner, expert_parameters(model), mesh, reduce_dtype)
+    return runner
+
+
+def _replicate(
+    model: GPT, ranks: Ranks, reduce_dtype: torch.dtype, expert_mesh: DeviceMesh | None
+) -> nn.Module:
+    """Wrap the model in DDP if there are several ranks; with an `expert_mesh` except experts."""
     if ranks.world_size == 1:
         return model
+    if expert_mesh is not None:
+        names = list(expert_parameters(model))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     runner = DistributedDataParallel(model, **DDP_OPTIONS)
     if reduce_dtype == torch.bfloat16:
         runner.register_comm_hook(None, _reduce_in_bfloat16)
     return runner
+
+
+def expert_parameters(model: GPT) -> dict[str, nn.Parameter]:
+    """{name: weights of routed experts}."""
+    return {name: p for name, p in model.named_parameters() if ".experts." in name}
+
+
+def build_expert_mesh(parallel: str, ranks: Ranks, n: int) -> DeviceMesh:
+    """The ranks as a grid: groups of `n` consecutive ones, "expert", share one set of experts.
+
+    Ranks of equal place in their groups have the same experts: copies along "replicate", parts of
+    FSDP2 along "shard".
+    """
+    groups = ranks.world_size // n
+    shards = groups
+    if parallel == "ddp":
+        shards = 1
+    elif parallel == "hsdp":
+        shards = ranks.local_size // n
+    device = ranks.device.type
+    if shards == 1:
+        return init_device_mesh(device, (groups, n), mesh_dim_names=("replicate", "expert"))
+    if shards == groups:
+        return init_device_mesh(device, (groups, n), mesh_dim_names=("shard", "expert"))
+    raise AssertionError("runtime.memory.describe_expert_problem refuses it")
+
+
+def share_experts(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
+    """Keep this rank's experts of each layer, in place, on `device`; send tokens to the others.
+
+    Args:
+        model: equal on all ranks.
+        mesh: the group of ranks.
+        device: this rank's.
+    """
+    for block in model.blocks:
+        mixture = block.mlp
+        if not isinstance(mixture, MoE):
+            continue
+        for name, p in list(mixture.experts.named_parameters()):
+            own = p.detach().chunk(mesh.size())[mesh.get_local_rank()].to(device, copy=True)
+            shard = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+            setattr(mixture.experts, name, nn.Parameter(shard))
+        mixture.exchange = Exchange(mesh.get_group(), len(mixture.router.weight))
+
+
+def average_expert_gradients(
+    runner: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    mesh: DeviceMesh,
+    reduce_dtype: torch.dtype,
+) -> None:
+    """Average gradients of experts that are copied along "replicate", in a step's last pass.
+
+    A rank's loss is a mean over its own tokens, and the step's loss the mean over all ranks. An
+    expert's rank has the sum of the gradients of its group's losses, since all of them sent it
+    tokens. So gradients are summed over the groups and divided by the number of all ranks.
+    """
+    group = mesh.get_group("replicate")
+
+    def start(parameter: Tensor) -> None:
+        if not getattr(runner, "require_backward_grad_sync", True):
+            return
+        assert parameter.grad is not None, "called after it was added to"
+        gradient = local_part(parameter.grad)
+        gradient /= mesh.size()
+        summed = gradient
+        if reduce_dtype == torch.bfloat16:
+            summed = gradient.bfloat16()
+        work: Any = dist.all_reduce(summed, group=group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            if summed is not gradient:
+                gradient.copy_(summed)
+
+        # called at the end of the backward pass, as DDP's
+        torch.autograd.Variable._execution_engine.queue_callback(finish)  # pyrefly: ignore[missing-attribute]
+
+    for parameter in parameters.values():
+        parameter.register_post_accumulate_grad_hook(start)
 
 
 def _reduce_in_bfloat16(
@@ -175,13 +279,15 @@ def _shard(
     dtype: torch.dtype,
     hold: bool,
     reduce_dtype: torch.dtype,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard every parameter along its first dimension, which for experts' weights is the expert.
 
     Each block is a group, its experts or MLP another, shared experts a third. Experts and MLPs are
     gathered in `dtype`, to which autocast would cast them anyway; other parameters in fp32, so that
     router, norms and residual stream compute as under DDP. With `hold` forward passes keep the
-    gathered weights.
+    gathered weights. With an `expert_mesh` (`build_expert_mesh`) a rank's experts are sharded over
+    the ranks that have the same ones.
     """
     device = ranks.device.type
     if parallel == "hsdp":
@@ -195,10 +301,22 @@ def _shard(
     )
     # None: all groups free their weights except the root, which the backward pass needs first
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": False if hold else None}
+    expert_options: dict[str, Any] | None = options
+    if expert_mesh is not None:
+        if "shard" in (expert_mesh.mesh_dim_names or ()):
+            expert_options = options | {"mesh": expert_mesh["shard"]}
+        else:
+            options["ignored_params"] = set(expert_parameters(model).values())
+            expert_options = None
     for block in model.blocks:
         mlp = block.get_submodule("mlp")
         if isinstance(mlp, MoE):
-            fully_shard(mlp.experts, mp_policy=half, **options)
+            if expert_options is not None:
+                experts = fully_shard(mlp.experts, mp_policy=half, **expert_options)
+                if expert_mesh is not None:  # see average_expert_gradients
+                    experts.set_gradient_divide_factor(ranks.world_size)
+                    # gloo has no operation that sums and divides
+                    experts.set_force_sum_reduction_for_comms(True)
             if mlp.shared is not None:
                 fully_shard(mlp.shared, mp_policy=half, **options)
         else:
@@ -226,8 +344,8 @@ def set_gradient_sync(runner: nn.Module, parallel: str, last: bool) -> None:
     FSDP2 averages in every pass, since no rank has room for the full gradients. ZeRO-2 frees its
     weights in the last one.
     """
-    if isinstance(runner, DistributedDataParallel):
-        runner.require_backward_grad_sync = last
+    # DDP reads it, and average_expert_gradients
+    runner.require_backward_grad_sync = last  # pyrefly: ignore[bad-argument-type]
     if parallel == "zero2" and isinstance(runner, FSDPModule):
         runner.set_reshard_after_backward(last)
 
@@ -252,3 +370,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full value of a sharded tensor; any other tensor unchanged. Every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def find_mesh(tensor: Tensor) -> DeviceMesh | None:
+    """The ranks that a sharded tensor is on; None for any other tensor."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None

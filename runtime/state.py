@@ -322,7 +322,13 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoE)]
     selection_bias = SelectionBias(mixtures, train)
 
-    compute = Compute(plan.device, plan.dtype, plan.parallel, train.activation_checkpointing)
+    compute = Compute(
+        plan.device,
+        plan.dtype,
+        plan.parallel,
+        train.activation_checkpointing,
+        train.expert_parallel,
+    )
     compiles = choose_compiling(model, config, compute, ranks)
     runner = distribute(
         model,
@@ -332,6 +338,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         compile=compiles,
         accumulates=plan.accumulation > 1,
         reduce_dtype=getattr(torch, train.reduce_dtype),
+        expert_parallel=train.expert_parallel,
     )
     if plan.initial_weights:
         batches = RankBatches(plan.data.loader, plan.accumulation, train.micro_batch_size, ranks)

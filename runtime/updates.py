@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from configure import Config
 from runtime.optimizers import Optimizers
-from runtime.parallel import full_tensor
+from runtime.parallel import find_mesh, full_tensor
 
 FIRST_SCALE = 65536.0  # the first scale of torch's GradScaler
 MIN_SCALE = 1.0  # repeated halving would underflow the scale to 0 and make the weights NaN
@@ -110,7 +110,7 @@ class Updates:
             () bool on the device, True if it was taken.
         """
         gradients: list[Any] = [p.grad for p in self.optimizer.parameters]
-        norm = full_tensor(nn.utils.get_total_norm(gradients))
+        norm = measure_norm(gradients)
         after, take, grad_scale, found_inf = self.decide(self.numbers, norm, loss, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
@@ -185,6 +185,15 @@ class Updates:
             scale=torch.where(healthy, scale, (before.scale / 2).clamp_min(MIN_SCALE)),
             healthy=torch.where(healthy & ~grown, before.healthy + 1, 0),
         )
+
+
+def measure_norm(gradients: list[Any]) -> Tensor:
+    """() norm of all gradients over all ranks. Each shard counts once; every rank must call it."""
+    by_mesh: dict[Any, list[Any]] = {}  # torch does not sum over tensors of several meshes
+    for gradient in gradients:
+        by_mesh.setdefault(find_mesh(gradient), []).append(gradient)
+    norms = [full_tensor(nn.utils.get_total_norm(part)) for part in by_mesh.values()]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def is_spike(losses: Tensor, count: Tensor, loss: Tensor, sigma: float) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ from report.runs import Run
 NEUTRAL = """
 run.name run.dir run.seed model.backend data.dir
 train.micro_batch_size train.branch_from train.branch_step train.device train.compile train.parallel
-train.cuda_graph train.activation_checkpointing train.timeout_minutes train.max_skipped_steps
+train.cuda_graph train.expert_parallel train.activation_checkpointing train.timeout_minutes
+train.max_skipped_steps
 train.checkpoint_interval train.checkpoint_minutes train.keep_checkpoints train.keep_steps
 train.on_save_error train.ema_decay train.deterministic
 eval.interval eval.tasks eval.task_interval eval.task_limit eval.tasks_dir

@@ -1,0 +1,368 @@
+"""train.expert_parallel: four ranks train as under DDP, two or four of which share experts.
+
+One job of four ranks (CPU, gloo) goes through all cases, in float64: rounding, which differs, then
+changes no choice of an expert. Each rank leaves a report per case.
+"""
+
+import math
+import os
+import shutil
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import write_tiny
+from numerics import assert_near
+from runs import meet_in, start_ranks, untimed
+from torch import Tensor, nn
+
+import configure
+import train
+from configure import ConfigError
+from model import GPT, Experts, parameter_shapes
+from runtime import RunError, checkpoint, memory, updates
+from runtime import state as train_state
+from runtime.distributed import Ranks
+from runtime.metrics import ARRAYS, read_metrics
+from runtime.parallel import full_tensor, local_part
+
+N_RANK = 4
+LIMIT = 1e-5  # of the issue; the reduced sums of FSDP2 are float32
+SAVED_STEP = 10  # of 20
+ALL = [
+    "train.max_steps=20",
+    "train.micro_batch_size=2",
+    "train.timeout_minutes=2",
+    "train.checkpoint_interval=10",
+    "train.keep_checkpoints=9",
+    "eval.interval=10",
+    "eval.windows=6",  # two ranks have two windows, two have one
+]
+MODELS = {
+    "kern": [
+        "model.router=kern",
+        "train.micro_batch_size=1",  # two in a step
+        "train.balance_loss_coef=0.1",
+        "train.ema_decay=0.75",
+        "data.document_mask=true",
+    ],
+    "biased": [
+        "model.router=sigmoid-renorm",
+        "train.bias_update_rate=0.01",
+        "model.n_hash_layer=1",
+        "model.n_shared_expert=1",
+        "model.n_kv_head=1",
+        "model.gated=true",
+        "model.activation=silu",
+        "optim.expert_out_lr_ratio=2.0",
+    ],
+    "quantile": ["model.router=sigmoid", "train.bias_update=quantile", "model.n_dense_layer=1"],
+    "muon": ["model.router=softmax", "optim.name=muon", "train.activation_checkpointing=true"],
+    "one": ["model.router=softmax-renorm"],  # the same two experts get all tokens
+    "inf": ["model.router=softmax"],  # an infinite gradient of one expert in step 3
+}
+WAYS = {  # train.parallel, ranks of a node, train.expert_parallel
+    "ddp 1": ("ddp", 4, 1),
+    "ddp 2": ("ddp", 4, 2),
+    "ddp 4": ("ddp", 4, 4),
+    "zero2 2": ("zero2", 4, 2),
+    "fsdp 2": ("fsdp", 4, 2),
+    "fsdp 4": ("fsdp", 4, 4),
+    "hsdp 2": ("hsdp", 2, 2),
+}
+MOST = ["ddp 2", "ddp 4", "fsdp 2"]
+COMPARED = {  # with "ddp 1"
+    "kern": [*MOST, "zero2 2", "hsdp 2", "fsdp 4"],
+    "biased": MOST,
+    "quantile": ["ddp 2", "hsdp 2"],
+    "muon": ["ddp 2", "fsdp 2"],
+    "one": ["ddp 4"],
+    "inf": ["ddp 4", "fsdp 2"],
+}
+RESUMED = {  # the way that saved: the ways that resume
+    "ddp 4": ["ddp 4", "ddp 1", "fsdp 2"],
+    "fsdp 2": ["fsdp 2", "ddp 4"],
+    "ddp 1": ["ddp 4"],
+}
+
+
+class Case(NamedTuple):
+    model: str
+    way: str
+    saved: str = ""  # the way that saved the checkpoint that it resumes from
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.way}" + (f" from {self.saved}" if self.saved else "")
+
+
+CASES = []
+for model, compared in COMPARED.items():
+    CASES += [Case(model, way) for way in ["ddp 1", *compared]]
+for saved, resumed in RESUMED.items():
+    CASES += [Case("kern", way, saved) for way in resumed]
+
+
+# ---- what a rank does
+def config_of(folder: Path, case: Case) -> configure.Config:
+    parallel, _, n = WAYS[case.way]
+    place = [f"run.dir={(folder / case.name).as_posix()}", f"train.parallel={parallel}"]
+    own = [*ALL, *MODELS[case.model], *place, f"train.expert_parallel={n}"]
+    return configure.load(folder / "tiny.toml", own, N_RANK)
+
+
+BUILD, DISTRIBUTE = train_state.build_optimizer, train_state.distribute
+LERP = Tensor.lerp_
+STEP, SAVE = updates.Updates.step, checkpoint.Saver.save
+
+
+class Watch:
+    """What a rank sees in the run of a case, which computes in float64 throughout."""
+
+    def __init__(self, folder: Path, case: Case, rank: int) -> None:
+        self.folder, self.case, self.rank = folder, case, rank
+        self.report: dict[str, Any] = {"gradients": []}
+
+    @contextmanager
+    def patches(self) -> Iterator[None]:
+        """Within this context the run is seen."""
+
+        def step(of_run: updates.Updates, *args: Any) -> Tensor:
+            self.report["gradients"].append(copy_full({p: p.grad for p in self.names}, self.names))
+            return STEP(of_run, *args)
+
+        def save(saver: checkpoint.Saver, number: int, model: GPT, *args: Any) -> None:
+            SAVE(saver, number, model, *args)
+            self.report["parameters"] = copy_full({p: p for p in self.names}, self.names)
+            self.report["buffers"] = {name: value.clone() for name, value in model.named_buffers()}
+            if number == SAVED_STEP and not self.case.saved:
+                saver.wait()
+                self.copy_run()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_state, "distribute", distribute_in_float64)
+            patch.setattr(train_state, "build_optimizer", self.build_optimizer)
+            patch.setattr(updates.Updates, "step", step)
+            patch.setattr(checkpoint.Saver, "save", save)
+            # the mean of weights (train.ema_decay) has a factor in float32
+            patch.setattr(Tensor, "lerp_", lambda a, b, factor: LERP(a, b, factor.double()))
+            torch.set_default_dtype(torch.float64)
+            yield
+
+    def build_optimizer(self, model: GPT, *args: Any) -> Any:
+        """Note the parameters; choose the experts of all tokens, or spoil a gradient."""
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.report["held"] = sum(local_part(p).numel() for p in model.parameters())
+        for block in model.blocks:
+            if self.case.model == "one":
+                block.mlp.router.selection_bias[[3, 6]] = 10.0
+            if self.case.model == "inf" and self.rank == 1:
+                block.mlp.experts.register_forward_pre_hook(self.before_experts)
+        return BUILD(model, *args)
+
+    def before_experts(self, experts: Experts, args: Any) -> None:
+        if torch.is_grad_enabled():
+            experts.w_in.register_hook(self.spoil)
+
+    def spoil(self, gradient: Tensor) -> Tensor:
+        """Make the gradient of this rank's first expert infinite in step 3."""
+        if len(self.report["gradients"]) != 2:
+            return gradient
+        gradient = gradient.clone()
+        local_part(gradient)[0] = torch.inf
+        return gradient
+
+    def copy_run(self) -> None:
+        """Copy the run for the cases that resume from its checkpoint, as if it were killed now."""
+        ways = RESUMED.get(self.case.way, []) if self.case.model == "kern" else []
+        for way in ways if self.rank == 0 else []:
+            resumed = Case(self.case.model, way, self.case.way)
+            shutil.copytree(self.folder / self.case.name, self.folder / resumed.name)
+
+
+def copy_full(tensors: dict[Tensor, Any], names: dict[Tensor, str]) -> dict[str, Tensor]:
+    """Copies of full tensors by the names of their parameters."""
+    return {names[p]: full_tensor(value.detach()).clone() for p, value in tensors.items()}
+
+
+def distribute_in_float64(
+    model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype, **options: Any
+) -> nn.Module:
+    options["reduce_dtype"] = torch.float64
+    return DISTRIBUTE(model, parallel, ranks, torch.float64, **options)
+
+
+def be_a_rank(folder: Path, cases: list[Case]) -> None:
+    """Go through the cases; each meets in a file of its own."""
+    rank = int(os.environ["RANK"])
+    for case in cases:
+        os.environ["LOCAL_WORLD_SIZE"] = str(WAYS[case.way][1])
+        meet_in(folder / f"{case.name}.store")
+        try:
+            watch = Watch(folder, case, rank)
+            with watch.patches():
+                train.train(config_of(folder, case))
+            torch.save(watch.report, folder / f"{case.name}.{rank}")
+        except Exception:
+            (folder / f"{case.name}.{rank}.error").write_text(traceback.format_exc())
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+# ---- the reports
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory, corpus):
+    """`outcome(case)`: lines of metrics.jsonl, and the reports of all ranks."""
+    folder = write_tiny(tmp_path_factory.mktemp("ranks"), corpus).parent
+    ranks = start_ranks(N_RANK, be_a_rank, folder, CASES)
+    ended = [rank.wait(1200) for rank in ranks]
+    assert all(code == 0 for code, _ in ended), ended
+
+    @cache
+    def outcome(case: Case) -> tuple[list[dict], list[dict]]:
+        errors = [path.read_text() for path in sorted(folder.glob(f"{case.name}.*.error"))]
+        assert not errors, "\n".join(errors)
+        lines = read_metrics(folder / case.name / "tiny/metrics.jsonl", ARRAYS)
+        return lines, [torch.load(folder / f"{case.name}.{rank}") for rank in range(N_RANK)]
+
+    return outcome
+
+
+def assert_same_run(outcome, case: Case, wanted: Case) -> None:
+    """Equal losses, loads and gradients of each step after the first saved one, weights and β."""
+    lines, reports = outcome(case)
+    wanted_lines, wanted_reports = outcome(wanted)
+    assert lines[-1]["step"] == 20 and len(lines) == len(wanted_lines)
+    for line, wanted_line in zip(lines, wanted_lines, strict=True):
+        assert line.keys() == wanted_line.keys()
+        for key in line.keys() - {"time"}:
+            if not key.startswith("perf/"):
+                value = torch.tensor(line[key], dtype=torch.float64)
+                wanted_value = torch.tensor(wanted_line[key], dtype=torch.float64)
+                torch.testing.assert_close(value, wanted_value, rtol=LIMIT, atol=1e-8, msg=key)
+    for report in reports:
+        wanted_report = wanted_reports[0]
+        compared = wanted_report["gradients"][-len(report["gradients"]) :]
+        for gradients, wanted_gradients in zip(report["gradients"], compared, strict=True):
+            for name, gradient in gradients.items():
+                if wanted_gradients[name].isfinite().all():
+                    assert_near(gradient, wanted_gradients[name], LIMIT, name)
+                else:
+                    assert not gradient.isfinite().all(), name
+        for part in ("parameters", "buffers"):
+            for name, value in report[part].items():
+                torch.testing.assert_close(value, wanted_report[part][name], rtol=LIMIT, atol=1e-7)
+
+
+# ---- tests
+@pytest.mark.integration
+@pytest.mark.numerics
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not case.saved and case.way != "ddp 1"], ids=lambda c: c.name
+)
+def test_same_run_as_under_ddp(outcome, case):
+    assert_same_run(outcome, case, Case(case.model, "ddp 1"))
+
+
+@pytest.mark.integration
+@pytest.mark.numerics
+@pytest.mark.parametrize("case", [case for case in CASES if case.saved], ids=lambda c: c.name)
+def test_checkpoint_resumes_with_another_n(outcome, case):
+    assert len(outcome(case)[1][0]["gradients"]) == 10  # of 20 steps
+    assert_same_run(outcome, case, Case(case.model, "ddp 1"))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("way", ["ddp 4", "fsdp 2"])
+def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(outcome, way):
+    lines, reports = outcome(Case("kern", way, way))
+    wanted_lines, wanted_reports = outcome(Case("kern", way))
+    for line in [*lines, *wanted_lines]:
+        # AdamW's step counts, float64 in these tests, are float32 when they were loaded
+        line.pop("router/expert_signal", None)
+        line.pop("router/expert_signal_of_layers", None)
+    assert untimed(lines) == untimed(wanted_lines)
+    for report, wanted_report in zip(reports, wanted_reports, strict=True):
+        for name, value in report["parameters"].items():
+            assert torch.equal(value, wanted_report["parameters"][name]), name
+
+
+@pytest.mark.integration
+def test_one_rank_may_get_all_tokens(outcome):
+    """Two experts get all tokens, and have one rank of four each: two ranks get none."""
+    lines, _ = outcome(Case("one", "ddp 4"))
+    for line in lines[1:]:
+        for loads in line.get("router/loads", []):
+            assert loads[3] == loads[6] == 8 * 32 and sum(loads) == 2 * 8 * 32
+
+
+@pytest.mark.integration
+def test_infinite_gradient_of_one_expert_is_skipped_on_all_ranks(outcome):
+    for way in ("ddp 4", "fsdp 2"):
+        lines, _ = outcome(Case("inf", way))
+        skipped = [line["optim/skipped_steps"] for line in lines if "optim/skipped_steps" in line]
+        assert skipped[1:4] == [0, 1, 1]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("way", ["ddp 2", "ddp 4", "zero2 2", "fsdp 4", "hsdp 2"])
+def test_weights_are_as_planned(outcome, tmp_path, corpus, way):
+    case = Case("kern", way)
+    config = config_of(write_tiny(tmp_path, corpus).parent, case)
+    parallel, local_size, _ = WAYS[way]
+    shards = {"ddp": 1, "hsdp": local_size}.get(parallel, N_RANK)
+    plan = memory.estimate_memory(config, parameter_shapes(config.model), parallel, shards)
+    assert plan.weights == 4 * max(report["held"] for report in outcome(case)[1])
+
+
+# ---- what is refused
+def test_experts_that_do_not_divide_are_refused(tiny):
+    with pytest.raises(
+        ConfigError, match="n_expert = 8 .* = 3 ranks; set --train.expert_parallel=1"
+    ):
+        tiny("train.expert_parallel=3")
+
+
+@pytest.mark.parametrize(
+    ("own", "world_size", "local_size", "problem"),
+    [
+        ("ddp", 2, 2, "= 4 with 2 rank.* do not divide the ranks; set --train.expert_parallel=2"),
+        ("auto", 1, 1, "= 4 with 1 rank.* set --train.expert_parallel=1, or start 4 ranks"),
+        ("hsdp", 16, 8, "the ranks of a node share the experts; set --train.expert_parallel=8"),
+        ("fsdp", 16, 8, "must divide model.n_expert = 8; set --train.parallel=ddp"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(tiny, own, world_size, local_size, problem):
+    config = tiny(f"train.parallel={own}", "train.expert_parallel=4")
+    shapes = parameter_shapes(config.model)
+    with pytest.raises(RunError, match=problem):
+        memory.choose_parallelism(config, shapes, world_size, local_size, torch.device("cpu"))
+
+
+def test_a_dense_model_ignores_it(tiny):
+    """A sweep over routers may have "dense"."""
+    config = tiny("model.router=dense", "train.expert_parallel=3")
+    shapes = parameter_shapes(config.model)
+    assert memory.choose_parallelism(config, shapes, 1, 1, torch.device("cpu"))[0] == "ddp"
+
+
+def test_traffic_by_hand(tiny):
+    """Per token, layer and pass K rows of C numbers leave four times, half of them to others."""
+    config = tiny("train.expert_parallel=2", "train.micro_batch_size=1")  # two in a step
+    shapes = parameter_shapes(config.model)
+    experts = 2 * 8 * 2 * 32 * 8
+    others = sum(math.prod(shape) for shape in shapes.values()) - experts
+    rows = 2 * 2 * 4 * 4 * 2 * 32 * 32 / 2
+    by_ddp = 2 * 4 * (others + experts / 2)
+    assert memory.estimate_traffic(config, shapes, "ddp", 4, 4) == by_ddp + rows
+    by_fsdp = 2 * (3 * 4 * (others + experts / 2))
+    assert memory.estimate_traffic(config, shapes, "fsdp", 4, 4) == by_fsdp + rows
+    own = tiny("train.expert_parallel=4", "train.micro_batch_size=1")
+    within_node = 3 * 4 * others * 2 + 1.5 * rows
+    assert memory.estimate_traffic(own, shapes, "fsdp", 4, 4) == within_node
