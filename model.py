@@ -7,10 +7,10 @@ experts, K = top_k, H = expert_hidden, V = vocab_size, L = n_layer.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -81,23 +81,6 @@ class Experts(nn.Module):
         )
 
 
-class Journey(Protocol):
-    """Rows (R, C), one per token and chosen expert, on their way to the ranks of their experts."""
-
-    def arrive(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments of `Experts.forward` on this rank, with K = 1."""
-
-    def return_to_tokens(self, rows: Tensor) -> Tensor:
-        """(N, C) sums over each token's experts, from their outputs (R, C)."""
-
-
-class Exchange(Protocol):
-    """`runtime.expert_parallel.Exchange`."""
-
-    def start(self, x: Tensor, gates: Tensor, experts: Tensor) -> Journey:
-        """Start to send tokens to their experts; arguments as in `Experts.forward`."""
-
-
 def build_router(config: ModelConfig, layer: int) -> Router:
     """The router of a layer with experts; in a hash layer with a table."""
     spec = find_spec(config.router)
@@ -123,8 +106,8 @@ class MoE(nn.Module):
         self.router.linear = partial(linear, backend=config.backend)
         self.counts_margins = False  # in training, for train.bias_update = "quantile"
         self.experts = Experts(config)
-        # with train.expert_parallel: sends tokens to other ranks' experts
-        self.exchange: Exchange | None = None
+        # runtime.expert_parallel.Journey: starts to send tokens (N, C), gates and experts (N, K)
+        self.exchange: Callable[[Tensor, Tensor, Tensor], Any] | None = None
         self.shared = None
         if config.n_shared_expert:
             self.shared = MLP(config, config.n_shared_expert, bias=False)
@@ -149,7 +132,7 @@ class MoE(nn.Module):
             if self.shared is not None:
                 y = y + self.shared(unrounded)[0]
             return y, stats  # FSDP2 warns of views that leave a block
-        journey = self.exchange.start(tokens, routing.weights, routing.experts)
+        journey = self.exchange(tokens, routing.weights, routing.experts)
         shared = None
         if self.shared is not None:
             shared = self.shared(unrounded)[0]  # computed while rows travel

@@ -99,10 +99,10 @@ class ReturnToTokens(torch.autograd.Function):
 
 
 class Journey:
-    """The rows of a layer while its experts' ranks have them."""
+    """The rows of a layer on their way to the ranks of their experts and back; `MoE.exchange`."""
 
     def __init__(
-        self, x: Tensor, gates: Tensor, experts: Tensor, n_expert: int, group: dist.ProcessGroup
+        self, n_expert: int, group: dist.ProcessGroup, x: Tensor, gates: Tensor, experts: Tensor
     ) -> None:
         """Start to send x (N, C) and gates (N, K) to experts (N, K), of E = `n_expert`."""
         self.n_token = len(x)
@@ -121,19 +121,6 @@ class Journey:
     def return_to_tokens(self, rows: Tensor) -> Tensor:
         """The sums (N, C) over each token's experts, from the experts' outputs (R, C)."""
         return ReturnToTokens.apply(rows, self.routes, self.n_token)
-
-
-class Exchange:
-    """Starts the journeys of a layer's rows between the ranks of a group; `MoE.exchange`."""
-
-    def __init__(self, group: dist.ProcessGroup, n_expert: int) -> None:
-        self.group = group
-        self.n_expert = n_expert
-
-    @torch.compiler.disable
-    def start(self, x: Tensor, gates: Tensor, experts: Tensor) -> Journey:
-        """Start to send tokens x (N, C) with gates (N, K) to experts (N, K)."""
-        return Journey(x, gates, experts, self.n_expert, self.group)
 
 
 def plan_routes(experts: Tensor, n_expert: int, group: dist.ProcessGroup) -> tuple[Routes, Tensor]:

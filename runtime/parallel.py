@@ -9,6 +9,7 @@ one micro-batch.
 import copy
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.text import first_line
 from model import GPT, MoE
 from runtime.distributed import Ranks, gather, print_once
-from runtime.expert_parallel import Exchange
+from runtime.expert_parallel import Journey
 
 DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
 # Rank 0's buffers must not overwrite the others' in every forward pass; torch 2.13 renamed the
@@ -91,7 +92,7 @@ def distribute(
     if compile:
         compile_blocks(model)
     mesh = None
-    if expert_parallel > 1 and expert_parameters(model):
+    if expert_parallel > 1:
         mesh = build_expert_mesh(parallel, ranks, expert_parallel)
         share_experts(model, mesh["expert"], ranks.device)
     if parallel == "ddp":
@@ -161,7 +162,8 @@ def share_experts(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
             own = p.detach().chunk(mesh.size())[mesh.get_local_rank()].to(device, copy=True)
             shard = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
             setattr(mixture.experts, name, nn.Parameter(shard))
-        mixture.exchange = Exchange(mesh.get_group(), len(mixture.router.weight))
+        n_expert = len(mixture.router.weight)
+        mixture.exchange = torch.compiler.disable(partial(Journey, n_expert, mesh.get_group()))
 
 
 def average_expert_gradients(

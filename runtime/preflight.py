@@ -67,6 +67,7 @@ class Plan:
         device: where this rank computes.
         dtype: the type that autocast computes in.
         parallel: "ddp", "zero2", "fsdp" or "hsdp".
+        expert_parallel: ranks that share one set of experts; 1 for a model without experts.
         memory: estimated bytes on each rank.
         accumulation: micro-batches of one rank in a step.
         tasks: scores the model on eval.tasks; None without such tasks.
@@ -83,6 +84,7 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     parallel: str
+    expert_parallel: int
     memory: memory.Memory
     accumulation: int
     tasks: ScoreTasks | None
@@ -152,6 +154,7 @@ def plan_run(
         device=device,
         dtype=dtype,
         parallel=parallel,
+        expert_parallel=memory.count_expert_ranks(config),
         memory=estimate,
         accumulation=config.train.batch_size // (config.train.micro_batch_size * world_size),
         tasks=tasks,

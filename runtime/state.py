@@ -327,7 +327,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         plan.dtype,
         plan.parallel,
         train.activation_checkpointing,
-        train.expert_parallel,
+        plan.expert_parallel,
     )
     compiles = choose_compiling(model, config, compute, ranks)
     runner = distribute(
@@ -338,7 +338,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         compile=compiles,
         accumulates=plan.accumulation > 1,
         reduce_dtype=getattr(torch, train.reduce_dtype),
-        expert_parallel=train.expert_parallel,
+        expert_parallel=plan.expert_parallel,
     )
     if plan.initial_weights:
         batches = RankBatches(plan.data.loader, plan.accumulation, train.micro_batch_size, ranks)

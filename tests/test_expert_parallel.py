@@ -64,11 +64,16 @@ MODELS = {
     ],
     "quantile": ["model.router=sigmoid", "train.bias_update=quantile", "model.n_dense_layer=1"],
     "muon": ["model.router=softmax", "optim.name=muon", "train.activation_checkpointing=true"],
+    # by dynamo and AOT autograd, without inductor; compared with an eager run
+    "compiled": ["model.router=kern", "model.n_shared_expert=1"],
     "one": ["model.router=softmax-renorm"],  # the same two experts get all tokens
     "inf": ["model.router=softmax"],  # an infinite gradient of one expert in step 3
 }
 WAYS = {  # train.parallel, ranks of a node, train.expert_parallel
     "ddp 1": ("ddp", 4, 1),
+    "zero2 1": ("zero2", 4, 1),
+    "fsdp 1": ("fsdp", 4, 1),
+    "hsdp 1": ("hsdp", 2, 1),
     "ddp 2": ("ddp", 4, 2),
     "ddp 4": ("ddp", 4, 4),
     "zero2 2": ("zero2", 4, 2),
@@ -82,6 +87,7 @@ COMPARED = {  # with "ddp 1"
     "biased": MOST,
     "quantile": ["ddp 2", "hsdp 2"],
     "muon": ["ddp 2", "fsdp 2"],
+    "compiled": ["zero2 1", "fsdp 1", "hsdp 1", "fsdp 2"],
     "one": ["ddp 4"],
     "inf": ["ddp 4", "fsdp 2"],
 }
@@ -114,6 +120,8 @@ def config_of(folder: Path, case: Case) -> configure.Config:
     parallel, _, n = WAYS[case.way]
     place = [f"run.dir={(folder / case.name).as_posix()}", f"train.parallel={parallel}"]
     own = [*ALL, *MODELS[case.model], *place, f"train.expert_parallel={n}"]
+    if case.model == "compiled" and case.way != "ddp 1":
+        own.append("train.compile=on")
     return configure.load(folder / "tiny.toml", own, N_RANK)
 
 
@@ -150,6 +158,7 @@ class Watch:
             patch.setattr(train_state, "build_optimizer", self.build_optimizer)
             patch.setattr(updates.Updates, "step", step)
             patch.setattr(checkpoint.Saver, "save", save)
+            patch.setattr(nn.Module, "compile", compile_without_inductor)
             # the mean of weights (train.ema_decay) has a factor in float32
             patch.setattr(Tensor, "lerp_", lambda a, b, factor: LERP(a, b, factor.double()))
             torch.set_default_dtype(torch.float64)
@@ -196,6 +205,10 @@ def distribute_in_float64(
 ) -> nn.Module:
     options["reduce_dtype"] = torch.float64
     return DISTRIBUTE(model, parallel, ranks, torch.float64, **options)
+
+
+def compile_without_inductor(module: nn.Module) -> None:
+    module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager")
 
 
 def be_a_rank(folder: Path, cases: list[Case]) -> None:
