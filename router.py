@@ -230,7 +230,10 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(n_expert)) if spec.bias else None
         self.gamma = nn.Parameter(torch.ones(1)) if spec.gamma else None
-        c = monte_carlo_scale(n_expert, top_k) if spec.c == "monte_carlo" else spec.c
+        c = spec.c
+        if c == "monte_carlo":
+            asks_for_shapes = torch.get_default_device().type == "meta"
+            c = math.nan if asks_for_shapes else monte_carlo_scale(n_expert, top_k)
         self.register_buffer("c", torch.tensor([gate_scale * c], dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(n_expert))
         if table is not None:

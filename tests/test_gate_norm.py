@@ -125,6 +125,7 @@ def test_factor_is_on_top_of_the_routers_own_and_nothing_by_default(monkeypatch)
         1, abs=1e-5
     )
     monkeypatch.setattr(gate_norm, "expected_square", None)  # shapes alone need no estimate
-    assert parameter_shapes(settings(router="kern-after")) == parameter_shapes(
-        settings(router="kern", gate_norm=0.0)
-    )
+    monkeypatch.setattr("router.monte_carlo_scale", None)
+    shapes = parameter_shapes(settings(router="kern", gate_norm=0.0))
+    assert parameter_shapes(settings(router="kern-after")) == shapes
+    assert parameter_shapes(settings(router="kern-mc")) == shapes
