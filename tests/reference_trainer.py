@@ -1,0 +1,329 @@
+"""A plain trainer in float64, written from the documents: what a step of train.py must compute.
+
+It shares no code with the project. Of a run it is given the parsed settings, its weights, its
+batches and the experts that its tokens chose; it computes losses and gradients by autograd, each
+parameter's rate, decay and update, the selection bias and the mean of the weights.
+
+Shapes: B sequences, T positions, C channels, N = B·T tokens, E experts, K of them chosen, H hidden.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]  # float64, by the names of GPT.state_dict()
+EPS = 1e-8
+
+
+class Layer(NamedTuple):
+    """The routing of a layer with experts."""
+
+    logits: Tensor  # (N, E)
+    scores: Tensor  # (N, E)
+    gates: Tensor  # (N, K)
+    chosen: Tensor  # (N, K) int64
+
+
+class Losses(NamedTuple):
+    """Losses of a micro-batch, () each, and its routing."""
+
+    cross_entropy: Tensor
+    auxiliary: Tensor
+    layers: list[Layer]
+
+
+# ---- the model
+def divide(s, norm):
+    return s / (norm + EPS)
+
+
+def l1(s):
+    return s.abs().sum(-1, keepdim=True)
+
+
+def l2(s):
+    return s.pow(2).sum(-1, keepdim=True).sqrt()
+
+
+# {router: (scores from logits (N, E), gates from scores, logits and chosen logits (N, K))}
+ROUTERS = {
+    "softmax": (lambda s: s.softmax(-1), lambda s, top: top.exp() / s.exp().sum(-1, keepdim=True)),
+    "sigmoid-renorm": (
+        lambda s: s.sigmoid(),
+        lambda s, top: divide(top.sigmoid(), l1(top.sigmoid())),
+    ),
+    "kern": (
+        lambda s: divide(s.clamp_min(0), l2(s)),
+        lambda s, top: divide(top.clamp_min(0), l2(s)),
+    ),
+    "kern-after": (lambda s: s, lambda s, top: divide(top.clamp_min(0), l2(top))),
+    "tanh, post=l2 over topk, gamma, c=2": (
+        lambda s: s.tanh(),
+        lambda s, top: divide(top.tanh(), l2(top.tanh())),
+    ),
+}
+
+
+class ReviveDead(torch.autograd.Function):
+    """The identity on gates (N, K); a token whose gates are all 0 raises its mean logit (N, 1)."""
+
+    @staticmethod
+    def forward(ctx, gates, mean_logit):
+        ctx.dead = (gates == 0).all(-1, keepdim=True)
+        return gates.clone()
+
+    @staticmethod
+    def backward(ctx, d_gates):
+        pull = d_gates.mean(-1, keepdim=True).clamp_max(0)
+        return d_gates, pull * ctx.dead
+
+
+def normalize(x, weights, name, model):
+    """LayerNorm or RMSNorm over the last dimension."""
+    if model.norm == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+    x = x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * weights[f"{name}.weight"]
+    return x + weights.get(f"{name}.bias", 0)
+
+
+def multiply(x, weights, name):
+    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
+
+
+def activate(hidden, model):
+    """Hidden units from pre-activations (…, H), or (…, 2H) if gated: the gate first."""
+    gate, up = hidden.chunk(2, -1) if model.gated else (hidden, 1)
+    if model.activation == "silu":
+        return gate / (1 + torch.exp(-gate)) * up
+    return gate * (1 + torch.erf(gate / math.sqrt(2))) / 2 * up
+
+
+def rotate(x, positions, base):
+    """Turn the channel pairs (i, i + half) of x (B, nh, T, hs)."""
+    half = x.shape[-1] // 2
+    frequency = torch.tensor([base ** (-i / half) for i in range(half)], dtype=x.dtype)
+    angle = positions[:, None, :, None] * frequency  # (B, 1, T, half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+
+def attend(x, weights, name, model, positions, visible):
+    """Attention with its projections, x (B, T, C), of keys that `visible` (B, T, T) allows."""
+    B, T, C = x.shape
+    size = C // model.n_head
+    n_kv = model.n_kv_head or model.n_head
+    q, k, v = multiply(x, weights, f"{name}.qkv").split([C, n_kv * size, n_kv * size], -1)
+    heads = []
+    for part, norm in ((q, "q_norm"), (k, "k_norm"), (v, None)):
+        if norm and model.qk_norm == "all":
+            part = normalize(part, weights, f"{name}.{norm}", model)
+        part = part.view(B, T, -1, size).transpose(1, 2)  # (B, heads, T, size)
+        if norm and model.qk_norm == "head":
+            part = normalize(part, weights, f"{name}.{norm}", model)
+        if norm and model.pos == "rope":
+            part = rotate(part, positions, model.rope_base)
+        heads.append(part)
+    q, k, v = heads
+    out = []
+    for head in range(model.n_head):
+        own = head // (model.n_head // n_kv)
+        scores = q[:, head] @ k[:, own].mT / math.sqrt(size)  # (B, T, T)
+        out.append(scores.masked_fill(~visible, -math.inf).softmax(-1) @ v[:, own])
+    return multiply(torch.cat(out, -1), weights, f"{name}.proj")
+
+
+def mix_experts(x, weights, name, model, chosen):
+    """The output (N, C) of a mixture for tokens x (N, C), and its routing."""
+    logits = multiply(x, weights, f"{name}.router")
+    find_scores, find_gates = ROUTERS[model.router]
+    gates = find_gates(logits, logits.gather(1, chosen))
+    if model.router.startswith("kern"):
+        gates = ReviveDead.apply(gates, logits.mean(-1, keepdim=True))
+    gates = gates * weights[f"{name}.router.c"] * weights.get(f"{name}.router.gamma", 1)
+    y = torch.zeros_like(x)
+    for expert in range(model.n_expert):
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        hidden = activate(x[rows] @ weights[f"{name}.experts.w_in"][expert], model)
+        out = hidden @ weights[f"{name}.experts.w_out"][expert]
+        y = y.index_add(0, rows, gates[rows, places, None] * out)
+    if model.n_shared_expert:
+        hidden = activate(multiply(x, weights, f"{name}.shared.w_in"), model)
+        y = y + multiply(hidden, weights, f"{name}.shared.w_out")
+    return y, Layer(logits, find_scores(logits), gates, chosen)
+
+
+def compute_loss(config, weights, x, y, chosen, end_of_text):
+    """Cross-entropy of inputs x and targets y (B, T), and the routing of each layer."""
+    model = config.model
+    B, T = x.shape
+    position = torch.arange(T)
+    start = torch.zeros(B, T, dtype=torch.int64)  # of the document of each position
+    if config.data.document_mask:
+        for row in range(B):
+            for column in range(T):
+                before = start[row, column - 1] if column else 0
+                start[row, column] = column if x[row, column] == end_of_text else before
+    visible = (position <= position[:, None]) & (position >= start[:, :, None])
+    positions = position - start
+    stream = weights["wte.weight"][x]
+    if model.pos == "learned":
+        stream = stream + weights["wpe.weight"][positions]
+    layers = []
+    for i in range(model.n_layer):
+        block = f"blocks.{i}"
+        inner = normalize(stream, weights, f"{block}.ln_1", model)
+        stream = stream + attend(inner, weights, f"{block}.attn", model, positions, visible)
+        inner = normalize(stream, weights, f"{block}.ln_2", model)
+        if f"{block}.mlp.router.weight" in weights:
+            tokens = inner.flatten(0, 1)
+            own = chosen[len(layers)]
+            out, layer = mix_experts(tokens, weights, f"{block}.mlp", model, own)
+            layers.append(layer)
+            stream = stream + out.view_as(stream)
+        else:
+            hidden = activate(multiply(inner, weights, f"{block}.mlp.w_in"), model)
+            stream = stream + multiply(hidden, weights, f"{block}.mlp.w_out")
+    head = weights["wte.weight"] if model.tie_embeddings else weights["lm_head.weight"]
+    logits = normalize(stream, weights, "ln_f", model) @ head.T
+    probability = logits.log_softmax(-1).gather(-1, y[..., None])
+    return -probability.mean(), layers
+
+
+def count_loads(chosen, n_expert):
+    """Tokens that chose each expert: chosen (…, K) -> (E,) float64."""
+    return torch.bincount(chosen.flatten(), minlength=n_expert).double()
+
+
+def compute_auxiliary(config, layers, step_loads):
+    """Weighted balance and z-losses, mean over layers; `step_loads` (L, E) are the whole step's."""
+    train, model = config.train, config.model
+    balance = []
+    z = []
+    for number, layer in enumerate(layers):
+        z.append(layer.logits.exp().sum(-1).log().pow(2).mean())
+        if number < model.n_hash_layer:
+            continue
+        positive = layer.scores.clamp_min(0)
+        shares = (positive / (positive.sum(-1, keepdim=True) + EPS)).view(
+            -1, model.block_size, model.n_expert
+        )
+        for row, chosen in zip(shares, layer.chosen.split(model.block_size), strict=True):
+            loads = {
+                "sequence": count_loads(chosen, model.n_expert),
+                "micro_batch": count_loads(layer.chosen, model.n_expert),
+                "global": step_loads[number],
+            }[train.balance_loss_scope]
+            balance.append(model.n_expert * (loads / loads.sum() * row.mean(0)).sum())
+    if not layers:
+        return torch.zeros(())
+    return (
+        train.balance_loss_coef * torch.stack(balance).mean()
+        + train.z_loss_coef * torch.stack(z).mean()
+    )
+
+
+# ---- the optimizer
+def find_rate(config, step):
+    """The learning rate of step `step`, from 0."""
+    optim, steps = config.optim, config.train.max_steps
+    if step < optim.warmup_steps:
+        return optim.lr / optim.warmup_steps * (step + 1)
+    if optim.schedule == "cosine":
+        part = (step - optim.warmup_steps) / (steps - optim.warmup_steps)
+        height = math.cos(math.pi / 2 * part) ** 2
+    else:
+        decay = round(optim.decay_fraction * steps)
+        part = max(0.0, (step - (steps - decay)) / decay)
+        height = 1 - part if optim.decay == "linear" else 1 - part**0.5
+    lowest = optim.lr * optim.min_lr_ratio
+    return lowest + (optim.lr - lowest) * height
+
+
+def find_group(config, name, dim):
+    """Factor on the rate, decay, and whether Muon trains the parameter."""
+    optim = config.optim
+    is_router = ".router." in name
+    ratio = 1.0
+    if is_router:
+        ratio = optim.router_lr_ratio
+    elif name.endswith("experts.w_out"):
+        ratio = optim.expert_out_lr_ratio
+    by_muon = optim.name == "muon" and dim > 1 and "blocks" in name and not is_router
+    return ratio, optim.weight_decay if dim > 1 else 0.0, by_muon
+
+
+def orthogonalize(matrix):
+    """Five steps of Muon's quintic on the singular values of matrices (…, A, B)."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / s.pow(2).sum(-1, keepdim=True).sqrt().clamp_min(1e-7)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ (s[..., None] * v)
+
+
+def find_direction(config, name, matrix):
+    """Muon's step at rate 1: q, k, v, and gate and up, are matrices of their own."""
+    model = config.model
+    is_expert = ".experts." in name
+    if is_expert and name.endswith("w_in"):  # stored as (E, in, out)
+        matrix = matrix.mT
+    sizes = [matrix.shape[-2]]
+    if config.optim.muon_split and "qkv" in name:
+        kv = (model.n_kv_head or model.n_head) * (model.n_embd // model.n_head)
+        sizes = [model.n_embd, kv, kv]
+    elif config.optim.muon_split and "w_in" in name and model.gated:
+        sizes = [matrix.shape[-2] // 2] * 2
+    parts = []
+    for part in matrix.split(sizes, -2):
+        parts.append(0.2 * max(part.shape[-2:]) ** 0.5 * orthogonalize(part))
+    step = torch.cat(parts, -2)
+    return step.mT if is_expert and name.endswith("w_in") else step
+
+
+class Optimizer:
+    """AdamW and Muon in float64, with moments of their own."""
+
+    def __init__(self, config):
+        self.config = config
+        self.n_step = 0
+        self.first = {}
+        self.second = {}
+
+    def step(self, weights, gradients, rate):
+        """The weights after a step with unclipped gradients; and the gradients' norm."""
+        optim = self.config.optim
+        self.n_step += 1
+        norm = math.sqrt(sum(gradient.pow(2).sum().item() for gradient in gradients.values()))
+        clip = min(1.0, optim.grad_clip / norm) if optim.grad_clip else 1.0
+        after = {}
+        for name, gradient in gradients.items():
+            ratio, decay, by_muon = find_group(self.config, name, gradient.dim())
+            b1 = optim.momentum if by_muon else optim.beta1
+            g = gradient * clip
+            m = b1 * self.first.get(name, 0) + (1 - b1) * g
+            self.first[name] = m
+            if by_muon:
+                direction = find_direction(self.config, name, b1 * m + (1 - b1) * g)
+            else:
+                v = optim.beta2 * self.second.get(name, 0) + (1 - optim.beta2) * g * g
+                self.second[name] = v
+                size = (v / (1 - optim.beta2**self.n_step)).sqrt() + optim.eps
+                direction = m / (1 - b1**self.n_step) / size
+            after[name] = weights[name] - rate * ratio * (decay * weights[name] + direction)
+        return after, norm
+
+
+def move_bias(bias, config, layer_chosen, layer_scores):
+    """β (E,) after a step, from all of its tokens: chosen (N, K), scores (N, E)."""
+    train, model = config.train, config.model
+    if train.bias_update == "sign":
+        loads = count_loads(layer_chosen, model.n_expert)
+        return bias + train.bias_update_rate * (loads.mean() - loads).sign()
+    shifted = layer_scores + bias
+    threshold = shifted.sort(-1, descending=True).values[:, model.top_k, None]
+    margins = (threshold - shifted).sort(0).values  # (N, E)
+    share = len(margins) * model.top_k // model.n_expert  # tokens of each expert if balanced
+    new = bias + margins[share - 1]
+    return new - new.mean()
