@@ -14,6 +14,7 @@ needs three seeds. Needs requirements-report.txt.
 """
 
 import os
+import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = read_report(args)
     out = args.out or name_folder(find_runs(args.runs))
     out.mkdir(parents=True, exist_ok=True)
-    for block in write_report(report, out):
+    command = ["scripts.report", *map(str, sys.argv[1:] if argv is None else argv)]
+    for block in write_report(report, out, command):
         if isinstance(block, Heading):
             print(block.text)
         if isinstance(block, Bullets):

@@ -233,12 +233,14 @@ def find_pairs(group: Group, baseline: str) -> list[tuple[Variant, Variant]]:
     is compared with all others.
     """
     pairs = []
+    last_routers = {baseline}  # second in pairs with others, so that no pair of routers flips
+    last_routers |= {variant.router for variant in group.variants if variant.label == baseline}
     # reversed, because routers that a user added come first in a pair
     for left, right in combinations(reversed(group.variants), 2):
         has_baseline = baseline in (left.label, right.label)
         if not has_baseline and not is_natural_pair(group, left, right):
             continue
-        is_baseline_router = left.router == baseline and right.router != baseline
+        is_baseline_router = left.router in last_routers and right.router not in last_routers
         if left.label == baseline or is_baseline_router:
             pairs.append((right, left))
         else:

@@ -7,14 +7,15 @@ have the same corpus, shape, schedule and validation windows. configure/schema.p
 whether it is an option, separates groups or is neutral.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median_low
 from typing import Any
 
 from configure.schema import KEYS, select_keys
-from report.runs import Run, find_text_mismatch
+from report.run import Run, format_value, join_labels
+from report.runs import find_text_mismatch
 from report.style import STYLES
 
 FIRST_IN_LABELS = select_keys("label", "first")
@@ -202,24 +203,19 @@ def choose_compared(runs: Sequence[Run], key: str | None) -> tuple[list[Run], li
     may still finish are compared, if they were evaluated as far as most of them. So neither a run
     that has just started nor one that failed moves the step that is compared.
     """
-    finished_settings = {run.values(SETTING_KEYS) for run in runs if is_finished(run)}
+    finished_settings = {run.values(SETTING_KEYS) for run in runs if run.is_finished}
     started: dict[tuple, list[Run]] = {}  # unfinished runs by their settings
     for run in runs:
         setting = run.values(SETTING_KEYS)
         may_finish = run.status.state != "failed" and run.last_evaluated > 0
         if key is None and setting not in finished_settings and may_finish:
             started.setdefault(setting, []).append(run)
-    compared = [run for run in runs if is_finished(run)]
+    compared = [run for run in runs if run.is_finished]
     for of_setting in started.values():
         reached_by_most = median_low(run.last_evaluated for run in of_setting)
         compared += [run for run in of_setting if run.last_evaluated >= reached_by_most]
     chosen = set(compared)
     return compared, [run for run in runs if run not in chosen]
-
-
-def is_finished(run: Run) -> bool:
-    """True if a run's last loss counts: it was evaluated at its end, and did not fail."""
-    return run.ended and run.status.state != "failed"
 
 
 def check_key(runs: Sequence[Run], key: str) -> None:
@@ -391,7 +387,8 @@ def label_groups(groups: Sequence[Group]) -> list[Group]:
             n_labels = n_finer
     chosen.sort(key=SETTING_KEYS.index)
     for group in groups:
-        group.label = join_labels(format_value(key, group.values[key]) for key in chosen)
+        run = group.shown_runs[0]
+        group.label = join_labels(dict.fromkeys(run.describe(key) for key in chosen))
     return sorted(groups, key=lambda group: [group.values[key] for key in chosen])
 
 
@@ -406,22 +403,3 @@ def count_distinct(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> in
     for row in rows:
         values.add(tuple(row[key] for key in keys))
     return len(values)
-
-
-def join_labels(labels: Iterable[str]) -> str:
-    """The labels that are not empty, with commas."""
-    return ", ".join(label for label in labels if label)
-
-
-def format_value(key: str | None, value: Any) -> str:
-    """A value with the name of its key, such as `gate_norm 2`; text without a name."""
-    if key is None or isinstance(value, str):
-        return str(value)
-    return f"{key.split('.')[1]} {format_tick(key, value)}"
-
-
-def format_tick(key: str | None, value: Any) -> str:
-    """A number in a head or on an axis; `own` for a router's own gate norm."""
-    if key == "model.gate_norm" and value == 0:
-        return "own"
-    return f"{value:.12g}"

@@ -1,35 +1,50 @@
 """The report of some runs: which blocks it has, in which order."""
 
+import io
 import math
 import re
+import shlex
+import subprocess
+import time
 import tomllib
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 from common.text import plural
 from report import pictures, tables
-from report.blocks import Block, Bullets, Heading, Paragraph, Picture, Table, write_page
+from report.blocks import Block, Bullets, Heading, Paragraph, Picture, write_page
 from report.comparisons import MIN_SEEDS, Comparison, compare_group
-from report.groups import Group, group_runs, join_labels
+from report.groups import Group, group_runs
+from report.overview import build_overview, count_states
 from report.paper import read_paper_losses
+from report.run import Run, join_labels
 from report.runs import read_runs
+from report.status import format_time
 
+REPO_ROOT = Path(__file__).parents[1]
 TEXT = tomllib.loads(Path(__file__).with_name("text.toml").read_text("utf-8"))
 
 
 @dataclass
 class Report:
-    """The groups of a report, and the options it was asked for with."""
+    """The groups of a report, and the options it was asked for with.
 
+    `sections` has the blocks of groups by their data, so that a live page draws again only what
+    was evaluated.
+    """
+
+    runs: list[Run]
     groups: list[Group]
     notes: list[str]
     baseline: str = "kern"
     experiment: str | None = None
     margin: float = 0.0
+    sections: dict[Any, list[Block]] = field(default_factory=dict)
 
 
 def read_report(args: Namespace) -> Report:
@@ -54,16 +69,16 @@ def read_report(args: Namespace) -> Report:
             names |= {variant.router, variant.label}
     if args.baseline != "kern" and args.baseline not in names:
         raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
-    return Report(groups, notes + left_out, args.baseline, args.experiment, args.margin)
+    return Report(runs, groups, notes + left_out, args.baseline, args.experiment, args.margin)
 
 
-def write_report(report: Report, folder: Path, before: Sequence[Block] = ()) -> list[Block]:
+def write_report(report: Report, folder: Path, command: Sequence[str]) -> list[Block]:
     """Write report.md, report.html and their pictures into `folder`.
 
     Args:
         report: what is written.
         folder: exists.
-        before: blocks below the title.
+        command: the arguments of python that the page names.
 
     Returns:
         The blocks with notes, tables and pictures.
@@ -71,32 +86,58 @@ def write_report(report: Report, folder: Path, before: Sequence[Block] = ()) -> 
     Raises:
         OSError: a file cannot be written.
     """
-    blocks: list[Block] = []
-    if report.notes:
-        blocks.append(Bullets([f"**Note** {line}." for line in report.notes]))
-    runs = []
-    for group in report.groups:
-        blocks += build_section(report, group, folder)
-        runs += group.shown_runs
-    explanations: list[Block] = []
-    if runs:
-        explanations += [
-            Heading("How to read the verdicts"),
-            Paragraph(TEXT["verdicts"].format(min_seeds=MIN_SEEDS)),
-        ]
-        if report.margin:
-            explanations.append(Paragraph(TEXT["equivalent"].format(margin=report.margin)))
-        explanations += [
-            Heading("Runs"),
-            Table(list(tables.RUN_COLUMNS), [tables.summarize_run(run) for run in runs]),
-            Paragraph(TEXT["runs"]),
-        ]
-    write_page(plural(len(runs), "run"), [*before, *blocks, *explanations], folder)
+    blocks = build_report(report)
+    title = plural(len(report.runs), "run")
+    write_page(title, blocks + explain_verdicts(report), describe_origin(command), folder)
     return blocks
 
 
-def build_section(report: Report, group: Group, folder: Path) -> list[Block]:
-    """The blocks of a group; writes its pictures into `folder`."""
+def build_report(report: Report) -> list[Block]:
+    """The overview, the notes, and the sections of the groups."""
+    blocks: list[Block] = [
+        Heading("Overview"),
+        Paragraph(f"{count_states(report.runs)}. {TEXT['overview']}"),
+    ]
+    if report.runs:
+        blocks.append(build_overview(report.runs, report.baseline))
+    if report.notes:
+        blocks += [Heading("Notes"), Bullets([f"{line}." for line in report.notes])]
+    sections = {}
+    for group in report.groups:
+        data = [group.label]
+        for run in group.shown_runs:
+            data += [run.folder, run.status.state, run.last_evaluated, *run.series("val/loss")]
+        key = tuple(data)
+        sections[key] = report.sections.get(key) or build_section(report, group)
+        blocks += sections[key]
+    report.sections.clear()
+    report.sections.update(sections)
+    return blocks
+
+
+def explain_verdicts(report: Report) -> list[Block]:
+    """How to read the tables of pairs."""
+    blocks: list[Block] = [
+        Heading("How to read the verdicts"),
+        Paragraph(TEXT["verdicts"].format(min_seeds=MIN_SEEDS)),
+    ]
+    if report.margin:
+        blocks.append(Paragraph(TEXT["equivalent"].format(margin=report.margin)))
+    return blocks
+
+
+def describe_origin(command: Sequence[str]) -> str:
+    """The date, the commit of the code, and the command that makes the page."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=REPO_ROOT, capture_output=True, text=True
+    )
+    commit = described.stdout.strip() or "unknown"
+    date = format_time(time.time())
+    return f"{date}, commit {commit}: `python -m {shlex.join(command)}`"
+
+
+def build_section(report: Report, group: Group) -> list[Block]:
+    """The blocks of a group."""
     comparisons = compare_group(group, report.baseline, report.margin)
     blocks: list[Block] = [
         Heading(group.label or "Loss"),
@@ -106,16 +147,12 @@ def build_section(report: Report, group: Group, folder: Path) -> list[Block]:
         text = TEXT["paper"] if group.paper_losses else TEXT["not_in_paper"]
         blocks.append(Paragraph(text.format(experiment=report.experiment)))
     panels = pictures.list_loss_panels(group, report.baseline)
-    panels += pictures.list_difference_panels(group, report.baseline, comparisons)
-    blocks += save_pictures(panels, folder, group.label)
+    panels += pictures.list_difference_panels(report.baseline, comparisons)
+    blocks += draw_pictures(panels, group.label)
     if not group.variants:  # nothing is compared
         return blocks
-    if group.key:
-        loss_table = tables.build_loss_table(group)
-    else:
-        loss_table = tables.build_loss_table(group, tables.choose_steps(group))
-        tables.add_best_losses(loss_table, group)
-    blocks.append(loss_table)
+    steps = () if group.key else tables.choose_steps(group)
+    blocks.append(tables.build_loss_table(group, steps))
     if comparisons:
         xs = group.xs if group.key else ()
         blocks.append(tables.build_pairs_table(group, comparisons, xs))
@@ -123,23 +160,21 @@ def build_section(report: Report, group: Group, folder: Path) -> list[Block]:
     measure_table = tables.build_measure_table(group)
     if measure_table.rows:
         blocks.append(measure_table)
-    blocks += save_pictures(
-        pictures.list_measure_panels(group, report.baseline), folder, group.label
-    )
-    return blocks
+    panels = pictures.list_measure_panels(group, report.baseline)
+    return blocks + draw_pictures(panels, group.label)
 
 
-def save_pictures(panels: Sequence[pictures.Panel], folder: Path, label: str) -> list[Block]:
-    """Write panels of a group into `folder`; their blocks."""
+def draw_pictures(panels: Sequence[pictures.Panel], label: str) -> list[Block]:
+    """The pictures of a group's panels."""
     blocks: list[Block] = []
     for panel in panels:
         words = re.findall(r"[A-Za-z0-9._]+", join_labels([label, panel.title]))
-        file = "-".join(words) + ".svg"
+        output = io.BytesIO()
         # the same bytes for the same data, and text as text
         with matplotlib.rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):
-            figure = pictures.draw_figure([panel])
-            figure.savefig(folder / file, metadata={"Date": None})
-        blocks.append(Picture(file, " ".join(panel.title.split()), panel.sentence))
+            pictures.draw_figure([panel]).savefig(output, format="svg", metadata={"Date": None})
+        svg = output.getvalue()
+        blocks.append(Picture(f"{'-'.join(words)}.svg", panel.title, panel.sentence, svg))
     return blocks
 
 

@@ -3,10 +3,12 @@
 A panel is as wide as a phone's screen, so its text is read there without a zoom. A router has the
 same colour, marker and line style in every picture (style.py); of many variants those that do not
 lead are grey. Variants with several options have a panel for each choice of options.
+
+A *line* is (P, 4): rows of x, mean and the ends of its band or bar. NaN interrupts it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from textwrap import fill
@@ -20,11 +22,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 from matplotlib.transforms import ScaledTranslation
 
-from report.comparisons import MIN_SEEDS, UNDECIDED, Comparison, measure_difference
-from report.groups import Group, Variant, format_tick, format_value, join_labels
+from report.comparisons import UNDECIDED, Comparison, Difference, measure_difference
+from report.groups import Group, Variant
+from report.run import format_tick, format_value, join_labels
 from report.runs import Run
 from report.style import GREY, NO_TOKEN, choose_styles
-from report.tables import find_measures, name_measure, read_measure
+from report.tables import describe_draws, find_measures, name_measure, read_measure
 from runtime.metrics import prefix_of
 
 WIDTH = 298  # points of a panel: on a phone it has 328 pixels, and text of TEXT_SIZE points 11
@@ -35,27 +38,19 @@ MAX_COLOURED = 6
 MAX_BARS = 12  # intervals of a line that are drawn side by side with others'; more are a band
 MAX_POINTS = 60  # of a line over steps; more are averaged, because training losses are noisy
 LONGEST_END = 15  # characters of a label at a curve's end; longer ones are below the panel
+END_GAP = 0.085  # between labels at curves' ends, as a part of the axis: a line of text
 
-
-class PlotPoint(NamedTuple):
-    """A point of a line, with the ends of its band or bar."""
-
-    mean: float
-    low: float
-    high: float
-
-
-Points = Mapping[Any, PlotPoint]  # {x: point}
-Lines = Mapping[Variant, Points]  # of one quantity
+Lines = Mapping[Variant, np.ndarray]  # of one quantity
 
 
 class Panel(NamedTuple):
-    """A picture: its title, what draws it, what it shows, and its height in points."""
+    """A picture: its title, what draws it, what it shows, its height in points, what is clipped."""
 
     title: str
     draw: Callable[[Axes], None]
     sentence: str
     height: float = HEIGHT
+    note: str = ""
 
 
 def draw_figure(panels: Sequence[Panel], columns: int = 1) -> Figure:
@@ -66,9 +61,8 @@ def draw_figure(panels: Sequence[Panel], columns: int = 1) -> Figure:
     figure = Figure(size, dpi=144, layout="constrained")
     for i, panel in enumerate(panels):
         axes = figure.add_subplot(n_rows, columns, i + 1)
-        axes.set_title(
-            fill(panel.title, 46, replace_whitespace=False), loc="left", fontsize=TEXT_SIZE
-        )
+        title = fill(panel.title, 46, replace_whitespace=False)
+        axes.set_title(f"{title}\n{panel.note}".strip(), loc="left", fontsize=TEXT_SIZE)
         panel.draw(axes)
     return figure
 
@@ -85,14 +79,16 @@ def list_measure_panels(group: Group, baseline: str) -> list[Panel]:
 def list_loss_panels(group: Group, baseline: str) -> list[Panel]:
     """Validation loss, and that minus the baseline's, over the key or over steps."""
     losses = {}
-    differences = {}
     for variant in group.variants + group.curves:
         losses[variant] = collect_means(group, variant, "val/loss")
+    differences = {}
+    draws = set()  # what the intervals are over
     for variant in group.variants:
-        differences[variant] = collect_differences(group, variant, baseline)
+        differences[variant], of_variant = collect_differences(group, variant, baseline)
+        draws |= of_variant
     title = f"validation loss, {group.shown_runs[0].unit}"
-    panels = Chart(group, baseline, title, losses, marks_best=group.key is not None).list_panels()
-    title = f"minus {baseline}'s, 95% over {name_draws(group)}"
+    panels = Chart(group, baseline, title, losses, marks_best=bool(group.key)).list_panels()
+    title = f"minus {baseline}'s, 95% over {' or '.join(sorted(draws, reverse=True))}"
     beside = Chart(group, baseline, title, differences, is_difference=True).list_panels()
     ordered = []
     for options, panel in panels.items():
@@ -102,15 +98,7 @@ def list_loss_panels(group: Group, baseline: str) -> list[Panel]:
     return ordered
 
 
-def name_draws(group: Group) -> str:
-    """What the intervals of differences are over."""
-    seeds = {run.seed for run in group.runs}
-    return "seeds" if len(seeds) >= MIN_SEEDS else "documents"
-
-
-def list_difference_panels(
-    group: Group, baseline: str, comparisons: Sequence[Comparison]
-) -> list[Panel]:
+def list_difference_panels(baseline: str, comparisons: Sequence[Comparison]) -> list[Panel]:
     """The differences that are judged, a row for each variant but the baseline; none without."""
     pairs = [pair for pair in comparisons if baseline in (pair.right.router, pair.right.label)]
     if not pairs:
@@ -121,22 +109,25 @@ def list_difference_panels(
         if not pair.difference.verdict.startswith(UNDECIDED):
             decided.append(f"{pair.left.label} {pair.difference.verdict}")
     sentence = f"Decided: {', '.join(decided) or 'nothing'}. Hollow markers are undecided."
-    title = fill(f"minus {baseline}'s at the end, 95% over {name_draws(group)}", 30)
-    height = 80 + LINE_HEIGHT * len(pairs)
-    return [Panel(title, partial(draw_differences, pairs=pairs), sentence, height)]
+    labels = []
+    for pair in pairs:
+        labels.append(fill(f"{pair.left.label}, {describe_draws(pair.difference)}", 22))
+    height = 80 + LINE_HEIGHT * sum(1 + label.count("\n") for label in labels)
+    draw = partial(draw_differences, pairs=pairs, labels=labels)
+    return [Panel(f"minus {baseline}'s at the end, 95%", draw, sentence, height)]
 
 
-def draw_differences(axes: Axes, pairs: Sequence[Comparison]) -> None:
+def draw_differences(axes: Axes, pairs: Sequence[Comparison], labels: Sequence[str]) -> None:
     """Draw a row for each pair: its difference with the interval, filled if it is decided."""
-    styles = choose_styles([pair.left.router for pair in pairs])
     axes.axvline(0, color="black", linewidth=0.8)
+    styles = choose_styles([pair.left.router for pair in pairs])
     for row, (pair, style) in enumerate(zip(pairs, styles, strict=True)):
         difference = pair.difference
         fill_style = "none" if difference.verdict.startswith(UNDECIDED) else "full"
         color = style["color"]
         axes.plot([difference.low, difference.high], [row, row], color=color)
         axes.plot([difference.mean], [row], "o", color=color, fillstyle=fill_style)
-    axes.set_yticks(range(len(pairs)), [fill(pair.left.label, 20) for pair in pairs])
+    axes.set_yticks(range(len(pairs)), labels)
     axes.set_ylim(-0.7, len(pairs) - 0.3)
     axes.xaxis.set_major_locator(MaxNLocator(3))
     axes.grid(alpha=0.3, axis="x")
@@ -148,18 +139,18 @@ def list_load_panels(group: Group) -> list[Panel]:
     A row is a layer of a variant's first run, its experts sorted. All have one scale.
     """
     loads = {}  # {label: (L, E)}
+    sentences = []
     for variant in group.variants:
         evaluation = group.evaluation(variant.runs[0])
         if "val/loads" in evaluation:
             by_layer = np.array(evaluation["val/loads"], float)
-            shares = by_layer / by_layer.mean(1, keepdims=True)
-            loads[variant.label] = -np.sort(-shares)
+            shares = -np.sort(-by_layer / by_layer.mean(1, keepdims=True))
+            loads[variant.label] = shares
+            n_dead = np.count_nonzero(shares == 0)
+            dead = f"{n_dead} of {shares.size} dead"
+            sentences.append(f"{variant.label}: {dead}, busiest {shares.max():.1f}")
     if not loads:
         return []
-    sentences = []
-    for label, shares in loads.items():
-        n_dead = np.count_nonzero(shares == 0)
-        sentences.append(f"{label}: {n_dead} of {shares.size} dead, busiest {shares.max():.1f}")
     n_layers = sum(len(shares) for shares in loads.values())
     height = 110 + max(2 * LINE_HEIGHT * len(loads), 4 * n_layers)
     draw = partial(draw_loads, loads=loads)
@@ -187,10 +178,10 @@ def draw_loads(axes: Axes, loads: Mapping[str, np.ndarray]) -> None:
     bar.ax.xaxis.set_major_locator(MaxNLocator(4))
 
 
-def collect_means(group: Group, variant: Variant, name: str) -> Points:
-    """Mean and range over seeds of a name in metrics.jsonl.
+def collect_means(group: Group, variant: Variant, name: str) -> np.ndarray:
+    """The line of mean and range over seeds of a name in metrics.jsonl.
 
-    They are over steps, or at the end of each run over the key.
+    It is over steps, or over the key at the end of each run.
     """
     values = {}  # {x: values of the seeds}
     if group.key:
@@ -198,22 +189,27 @@ def collect_means(group: Group, variant: Variant, name: str) -> Points:
             values[x] = read_measure(group, runs, name)
     else:
         series = [run.series(name) for run in variant.runs]
-        for step in sorted(set.intersection(*map(set, series))):
+        for step in set.intersection(*map(set, series)):
             values[step] = [values_by_step[step] for values_by_step in series]
-    points = {}
+    points = []
     for x, of_seeds in values.items():
         if of_seeds:
-            points[x] = PlotPoint(float(np.mean(of_seeds)), min(of_seeds), max(of_seeds))
-    return points if group.key else mark_gaps(points, variant.runs, name)
+            points.append((x, float(np.mean(of_seeds)), min(of_seeds), max(of_seeds)))
+    return build_line(points, [] if group.key else variant.runs, name)
 
 
-def collect_differences(group: Group, variant: Variant, baseline: str) -> Points:
-    """Loss minus the baseline's with 95% intervals, over the key or over steps after 0."""
+def collect_differences(
+    group: Group, variant: Variant, baseline: str
+) -> tuple[np.ndarray, set[str]]:
+    """The line of loss minus the baseline's with 95% intervals, and what these are over.
+
+    It is over the key, or over steps after 0.
+    """
     counterparts = group.find_counterparts(variant, baseline)
     if not counterparts:
-        return {}
+        return build_line([]), set()
     base = counterparts[0]
-    differences = {}
+    differences: dict[Any, Difference | None] = {}
     if group.key:
         for x in group.xs:
             differences[x] = measure_difference(group, variant, base, xs=[x])
@@ -221,35 +217,25 @@ def collect_differences(group: Group, variant: Variant, baseline: str) -> Points
         for step in group.steps:
             differences[step] = measure_difference(group, variant, base, step)
         differences.pop(0, None)  # before training
-    points = {}
+    points = []
+    draws = set()
     for x, difference in differences.items():
         if difference is not None:
-            points[x] = PlotPoint(difference.mean, difference.low, difference.high)
-    if group.key:
-        return points
-    return mark_gaps(points, [*variant.runs, *base.runs], "val/loss")
+            points.append((x, difference.mean, difference.low, difference.high))
+            draws.add(difference.over or "nothing")
+    return build_line(points, [] if group.key else [*variant.runs, *base.runs]), draws
 
 
-def mark_gaps(points: Points, runs: Sequence[Run], name: str) -> Points:
-    """Interrupt a line over steps where a run has lost its value of `name`."""
+def build_line(
+    points: Sequence[tuple[float, ...]], runs: Sequence[Run] = (), name: str = "val/loss"
+) -> np.ndarray:
+    """A line with these points, interrupted at steps whose value of `name` one of `runs` lost."""
     kind = "train/loss" if prefix_of(name) in ("train", "router", "optim", "perf") else "val/loss"
-    marked = dict(points)
+    rows = {point[0]: point for point in points}
     for run in runs:
         for step in run.missing.get(kind, ()):
-            marked[step] = PlotPoint(math.nan, math.nan, math.nan)
-    return dict(sorted(marked.items())) if points else points
-
-
-def average_neighbours(points: Points) -> Points:
-    """At most MAX_POINTS points: each the mean of as many neighbours, at the last one's step."""
-    n_each = math.ceil(len(points) / MAX_POINTS)
-    steps = list(points)
-    averaged = {}
-    for first in range(0, len(steps), n_each):
-        neighbours = steps[first : first + n_each]
-        mean, low, high = np.mean([points[step] for step in neighbours], axis=0)
-        averaged[neighbours[-1]] = PlotPoint(float(mean), float(low), float(high))
-    return averaged
+            rows[step] = (step, math.nan, math.nan, math.nan)
+    return np.array(sorted(rows.values()) if points else [], float).reshape(-1, 4)
 
 
 def choose_coloured(group: Group, variants: Sequence[Variant], baseline: str) -> list[Variant]:
@@ -278,8 +264,8 @@ def find_best(group: Group, variant: Variant) -> tuple[Any, float]:
 class Chart:
     """Lines of one quantity: a panel for each choice of options, all with the same axes.
 
-    Where the start of training would swallow the rest, steps are logarithmic, and differences are
-    shown from a quarter of training. A value above all first ones is clipped. Notes say so.
+    Where the start of training would swallow the rest, steps are logarithmic, and the axis of
+    differences is that of the rest. A value above all first ones is clipped. A note says so.
     """
 
     group: Group
@@ -291,47 +277,38 @@ class Chart:
 
     def __post_init__(self) -> None:
         lines = {}
-        for variant, points in self.lines.items():
-            if points:
-                lines[variant] = points if self.group.key else average_neighbours(points)
+        for variant, line in self.lines.items():
+            if len(line):
+                lines[variant] = line if self.group.key else average_neighbours(line)
         self.lines = lines
-        self.start = -math.inf  # the first step that is shown
         self.is_log = False
-        if not self.group.key:
-            self.choose_steps()
-        self.limits = self.find_limits()
+        self.limits = (0.0, 1.0)
+        self.note = ""
+        points = np.concatenate([np.empty((0, 4)), *lines.values()])
+        points = points[np.isfinite(points[:, 1])]
+        if len(points):
+            self.choose_frame(points)
 
-    def choose_steps(self) -> None:
-        """Set `start` and `is_log` if the first quarter makes the axis twice as long."""
-        last_step = max((max(points) for points in self.lines.values()), default=0)
-        early = []
-        late = []
+    def choose_frame(self, points: np.ndarray) -> None:
+        """Set axes that show these points, (P, 4), and a note on those that they do not."""
         zero = [0.0] if self.is_difference else []  # it is always in the frame
-        for points in self.lines.values():
-            for step, point in points.items():
-                values = early if step < last_step / 4 else late
-                if math.isfinite(point.mean):
-                    values.append(point.mean)
-        if early and late and np.ptp(early + late + zero) > 2 * np.ptp(late + zero):
-            self.start = last_step / 4 if self.is_difference else 1
-            self.is_log = not self.is_difference
-
-    def find_limits(self) -> tuple[float, float]:
-        """The ends of the axis of values, around whole intervals and, of differences, zero."""
-        firsts = []
-        values = [0.0] if self.is_difference else []
-        for points in self.lines.values():
-            shown = [point for x, point in points.items() if x >= self.start]
-            firsts += [point.high for point in shown[:1]]
-            for point in shown:
-                values += point
-        finite = [value for value in values if math.isfinite(value)] or [0.0]
-        low = min(finite)
-        high = max(finite)
-        if self.is_log:
-            high = min(high, max(firsts))
+        late = points[points[:, 0] >= points[:, 0].max() / 4]
+        length = np.ptp([*points[:, 1], *zero])
+        is_swallowed = not self.group.key and length > 2 * np.ptp([*late[:, 1], *zero])
+        shown = late if is_swallowed and self.is_difference else points
+        low = np.nanmin([*shown[:, 1:].flat, *zero])
+        high = np.nanmax([*shown[:, 1:].flat, *zero])
+        if is_swallowed and not self.is_difference:
+            self.is_log = True
+            high = min(high, max(line[0, 3] for line in self.lines.values()))
         margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-        return low - margin, high + margin
+        self.limits = (low - margin, high + margin)
+        notes = []
+        if np.nanmax(points[:, 1:]) > self.limits[1]:
+            notes.append(f"↑ up to {np.nanmax(points[:, 1:]):.3g}")
+        if np.nanmin(points[:, 1:]) < self.limits[0]:
+            notes.append(f"↓ down to {np.nanmin(points[:, 1:]):.3g}")
+        self.note = ", ".join(notes)
 
     def list_panels(self) -> dict[str, Panel]:
         """{options: its panel}; all variants of a single router are in one panel."""
@@ -345,38 +322,42 @@ class Chart:
         for options, variants in rows.items():
             coloured = choose_coloured(self.group, variants, self.baseline)
             height = HEIGHT
-            if not fit_at_ends(label_line(self.group, variant) for variant in coloured):
-                height += LINE_HEIGHT * (len(coloured) + 1)
+            if not fit_at_ends(self.group, coloured):
+                height += LINE_HEIGHT * len(coloured)
             draw = partial(self.draw, variants=variants, coloured=coloured)
             title = join_labels([self.title, options])
-            panels[options] = Panel(title, draw, self.describe(variants), height)
+            n_grey = len(variants) - len(coloured)
+            note = join_labels([self.note, f"grey: {n_grey} more" if n_grey else ""])
+            panels[options] = Panel(title, draw, self.describe(variants), height, note)
         return panels
 
     def describe(self, variants: Sequence[Variant]) -> str:
         """What the lines of these variants show at their best, or at the last common point."""
-        variants = [variant for variant in variants if variant not in self.group.curves]
-        if not variants:
+        lines = {}
+        for variant in variants:
+            if variant not in self.group.curves:
+                lines[variant] = self.lines[variant]
+        if not lines:
             return "These runs are not compared yet."
         if self.marks_best:
             texts = []
-            for variant in variants:
+            for variant in lines:
                 x, loss = find_best(self.group, variant)
                 texts.append(f"{variant.label} {loss:.4f} at {format_tick(self.group.key, x)}")
             return f"Lowest, ringed: {'; '.join(texts)}."
-        common = set.intersection(*(set(self.lines[variant]) for variant in variants))
+        common = set.intersection(*(set(line[:, 0]) for line in lines.values()))
         if not common:
             return ""
         x = max(common)
-        place = format_value(self.group.key, x) if self.group.key else f"step {x:,}"
-        points = {variant.label: self.lines[variant][x] for variant in variants}
+        place = format_value(self.group.key, x) if self.group.key else f"step {x:,.0f}"
+        points = [(variant.label, *line[line[:, 0] == x][0, 1:]) for variant, line in lines.items()]
         if self.is_difference:
-            n_apart = sum(point.low > 0 or point.high < 0 for point in points.values())
+            n_apart = sum(low > 0 or high < 0 for _, _, low, high in points)
             return f"Intervals that exclude 0 at {place}: {n_apart} of {len(points)}."
-        lowest = min(points, key=lambda label: points[label].mean)
-        highest = max(points, key=lambda label: points[label].mean)
-        text = f"At {place}: {lowest} {points[lowest].mean:.4g}"
-        if highest != lowest:
-            text += f" is lowest, {highest} {points[highest].mean:.4g} highest"
+        points.sort(key=lambda point: point[1])
+        text = f"At {place}: {points[0][0]} {points[0][1]:.4g}"
+        if len(points) > 1:
+            text += f" is lowest, {points[-1][0]} {points[-1][1]:.4g} highest"
         return f"{text}."
 
     def draw(self, axes: Axes, variants: Sequence[Variant], coloured: Sequence[Variant]) -> None:
@@ -386,9 +367,8 @@ class Chart:
         axes.yaxis.set_major_locator(MaxNLocator(5))
         for variant in variants:
             if variant not in coloured:
-                means = [point.mean for point in self.lines[variant].values()]
-                label = f"_{variant.label}"
-                axes.plot(list(self.lines[variant]), means, color=GREY, linewidth=0.8, label=label)
+                xs, means, _, _ = self.lines[variant].T
+                axes.plot(xs, means, color=GREY, linewidth=0.8, label=f"_{variant.label}")
         styles = choose_styles([variant.router for variant in coloured])
         for i, (variant, style) in enumerate(zip(coloured, styles, strict=True)):
             self.draw_line(axes, variant, style, 4 * i - 2 * (len(coloured) - 1))
@@ -399,67 +379,61 @@ class Chart:
         else:
             self.scale_steps(axes)
         axes.set_ylim(self.limits)
-        self.note_clipped(axes)
-        label_lines(axes, len(variants) - len(coloured))
+        if fit_at_ends(self.group, coloured):
+            label_ends(axes)
+        else:
+            below = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.figure.dpi_scale_trans)
+            lines = list_named_lines(axes)
+            axes.legend(
+                handles=lines,
+                frameon=False,
+                loc="upper left",
+                bbox_to_anchor=(-0.1, 0),
+                bbox_transform=below,
+            )
 
     def draw_line(self, axes: Axes, variant: Variant, style: dict[str, Any], shift: float) -> None:
         """Draw a line with its intervals: a band, or bars, `shift` points aside of others'."""
-        points = self.lines[variant]
-        xs = list(points)
-        means, lows, highs = zip(*points.values(), strict=True)
+        xs, means, lows, highs = self.lines[variant].T
         color = style["color"]
         transform = axes.transData
-        if len(points) > MAX_BARS or not (self.is_difference or self.group.key):
+        if len(xs) > MAX_BARS or not (self.is_difference or self.group.key):
             axes.fill_between(xs, lows, highs, color=color, alpha=0.15, linewidth=0)
         else:
-            aside = ScaledTranslation(shift / 72, 0, axes.figure.dpi_scale_trans)
-            transform = axes.transData + aside
+            transform += ScaledTranslation(shift / 72, 0, axes.figure.dpi_scale_trans)
             axes.vlines(xs, lows, highs, color=color, alpha=0.6, transform=transform)
-        size = 2 if len(points) > MAX_BARS else 4
-        label = label_line(self.group, variant)
+        style["markersize"] = 2 if len(xs) > MAX_BARS else 4
         if variant in self.group.curves:
             style["linewidth"] = 0.7
-        axes.plot(xs, means, label=label, transform=transform, markersize=size, **style)
+        label = label_line(self.group, variant)
+        axes.plot(xs, means, label=label, transform=transform, **style)
         if self.marks_best and variant not in self.group.curves:
-            x = find_best(self.group, variant)[0]
             ring = {"marker": "o", "fillstyle": "none", "markersize": 11, "color": color}
-            axes.plot([x], [points[x].mean], label=f"_best {label}", transform=transform, **ring)
+            best = find_best(self.group, variant)
+            axes.plot(*best, label=f"_best {label}", transform=transform, **ring)
 
     def scale_steps(self, axes: Axes) -> None:
-        """Show the steps from `start` on, with few ticks."""
-        last_step = max(max(points) for points in self.lines.values())
+        """Few ticks, and logarithmic steps where the start would swallow the rest."""
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         if self.is_log:
-            steps: set[int] = set()
-            for points in self.lines.values():
-                steps.update(points)
-            first_step = min(steps - {0})  # a young run may have step 0 alone
-            subs = (1, 2, 5) if last_step < 50 * first_step else (1,)
+            steps = np.concatenate([line[:, 0] for line in self.lines.values()])
+            first_step = steps[steps > 0].min()  # a young run may have step 0 alone
+            subs = (1, 2, 5) if steps.max() < 50 * first_step else (1,)
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=subs))
             axes.xaxis.set_minor_locator(NullLocator())
-            axes.set_xlim(first_step / 1.1, last_step * 1.1)
-        elif self.start > 0:
-            axes.set_xlim(self.start - 0.04 * last_step, 1.04 * last_step)
+            axes.set_xlim(first_step / 1.1, steps.max() * 1.1)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
-    def note_clipped(self, axes: Axes) -> None:
-        """Say with arrows what is not in the frame."""
-        before = []
-        above = []
-        for points in self.lines.values():
-            for x, point in points.items():
-                if x < self.start:
-                    before.append(point.mean)
-                elif point.high > self.limits[1]:
-                    above.append(point.high)
-        notes = []
-        if before:
-            notes.append(f"← before: {min(before):.3g} to {max(before):.3g}")
-        if above:
-            notes.append(f"↑ up to {max(above):.3g}")
-        text = ", ".join(notes)
-        axes.text(0.03, 0.97, text, transform=axes.transAxes, va="top", color="#444444")
+
+def average_neighbours(line: np.ndarray) -> np.ndarray:
+    """At most MAX_POINTS points of a line: each the mean of as many, at the last one's step."""
+    n_each = math.ceil(len(line) / MAX_POINTS)
+    firsts = np.arange(0, len(line), n_each)
+    lasts = np.minimum(firsts + n_each, len(line)) - 1
+    averaged = np.add.reduceat(line, firsts) / (lasts - firsts + 1)[:, None]
+    averaged[:, 0] = line[lasts, 0]
+    return averaged
 
 
 def label_line(group: Group, variant: Variant) -> str:
@@ -470,52 +444,34 @@ def label_line(group: Group, variant: Variant) -> str:
     return f"{variant.label}, seed {run.seed}, {run.status.state}"
 
 
-def fit_at_ends(labels: Iterable[str]) -> bool:
-    """True if these labels are short enough for the ends of lines."""
-    return all(len(label) <= LONGEST_END for label in labels)
+def fit_at_ends(group: Group, variants: Sequence[Variant]) -> bool:
+    """True if the labels of these variants are short enough for the ends of lines."""
+    return all(len(label_line(group, variant)) <= LONGEST_END for variant in variants)
 
 
-def label_lines(axes: Axes, n_grey: int) -> None:
-    """Name the lines at their ends, or in a legend below the panel; say how many are grey."""
-    lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
-    more = f"grey: {n_grey} more" if n_grey else ""
-    if not fit_at_ends(str(line.get_label()) for line in lines):
-        below = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.figure.dpi_scale_trans)
-        axes.legend(
-            handles=lines,
-            title=more,
-            frameon=False,
-            loc="upper left",
-            bbox_to_anchor=(-0.1, 0),
-            bbox_transform=below,
-        )
-        return
+def list_named_lines(axes: Axes) -> list:
+    """The lines of a panel that have a label."""
+    return [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+
+
+def label_ends(axes: Axes) -> None:
+    """Name the lines at their ends; labels that would touch are moved apart."""
+    lines = {}  # {height of its end as a part of the axes, its label: line}
     low, high = axes.get_ylim()
-    ends = []  # (height as a part of the axes, text, colour)
-    for line in lines:
-        values = np.asarray(line.get_ydata(), float)
-        end = float(values[np.isfinite(values)][-1])
-        height = min(1.0, (end - low) / (high - low))
-        ends.append((height, str(line.get_label()), line.get_color()))
-    if more:
-        ends.append((0.0, more, GREY))
-    ends.sort()
-    heights = spread_out([end[0] for end in ends], 0.085)
-    for (end, text, color), height in zip(ends, heights, strict=True):
+    for line in list_named_lines(axes):
+        values = np.asarray(line.get_ydata())
+        end = (values[np.isfinite(values)][-1] - low) / (high - low)
+        lines[np.clip(end, 0, 1), line.get_label()] = line
+    ends = sorted(lines)
+    offsets = END_GAP * np.arange(len(ends))
+    heights = np.maximum.accumulate([end for end, _ in ends] - offsets) + offsets
+    heights -= max(0, heights[-1] - 1)
+    for (end, label), height in zip(ends, heights, strict=True):
+        color = lines[end, label].get_color()
         link = {"arrowstyle": "-", "color": color, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 0}
-        axes.annotate(text, (1, end), (1.06, height), "axes fraction", va="center", arrowprops=link)
-
-
-def spread_out(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights moved to be `gap` apart, and at most 1 where there is room."""
-    spread = []
-    for i, height in enumerate(heights):
-        spread.append(max(height, spread[-1] + gap) if i else height)
-    top = 1.0
-    for i in reversed(range(len(spread))):
-        spread[i] = min(spread[i], top)
-        top = spread[i] - gap
-    return spread
+        axes.annotate(
+            label, (1, end), (1.06, height), "axes fraction", va="center", arrowprops=link
+        )
 
 
 def scale_key_axis(axes: Axes, group: Group) -> None:

@@ -15,6 +15,8 @@ from runtime.manifest import read_newest_metadata
 from runtime.metrics import Steps
 from runtime.settings import check_model_settings
 
+NAMED_BY_VALUE = ("model.router", "data.name", "data.mix", "train.dtype")  # labels lack their keys
+
 
 class Status(NamedTuple):
     """What a run does now.
@@ -58,6 +60,11 @@ class Run:
     def ended(self) -> bool:
         """True if it was evaluated at its last step."""
         return self.max_steps in self.evaluations
+
+    @property
+    def is_finished(self) -> bool:
+        """True if its last loss counts: it was evaluated at its end, and did not fail."""
+        return self.ended and self.status.state != "failed"
 
     @property
     def last_evaluated(self) -> int:
@@ -115,6 +122,12 @@ class Run:
         """The `value` of each key."""
         return tuple(self.value(key) for key in keys)
 
+    def describe(self, key: str) -> str:
+        """The value of a key in words; the data by its names."""
+        if key in ("data.name", "data.mix"):
+            return self.config.data.label
+        return format_value(key, self.value(key))
+
     @property
     def lines(self) -> list[dict[str, Any]]:
         """Every line of metrics.jsonl that has a loss: evaluations, then logs."""
@@ -139,3 +152,26 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """The metadata of the run's last checkpoint; {} without an intact one."""
         return read_newest_metadata(self.folder / "checkpoints")
+
+
+def join_labels(labels: Iterable[str]) -> str:
+    """The labels that are not empty, with commas."""
+    return ", ".join(label for label in labels if label)
+
+
+def format_value(key: str | None, value: Any) -> str:
+    """A value with the name of its key, such as `gate_norm 2` or `init_from runs/a`."""
+    text = format_tick(key, value)
+    if key is None or key in NAMED_BY_VALUE:
+        return text
+    name = key.removesuffix(".name").split(".")[-1]
+    return f"{name} {text}"
+
+
+def format_tick(key: str | None, value: Any) -> str:
+    """A value in a head or on an axis; `own` for a router's own gate norm."""
+    if key == "model.gate_norm" and value == 0:
+        return "own"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value) or "none" if isinstance(value, str) else f"{value:.12g}"

@@ -9,11 +9,9 @@ from typing import Any
 from common.text import plural
 from report.blocks import Table
 from report.comparisons import HIGHER, LOWER, Comparison, Difference, measure_difference
-from report.groups import Group, Variant, format_tick, format_value, join_labels
-from report.runs import Run
+from report.groups import Group, Variant
+from report.run import Run, format_tick, format_value, join_labels
 
-RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss")
-RUN_COLUMNS += ("best", "tokens/s")
 MEASURES = {  # besides the losses: {name in metrics.jsonl: (in words, format)}
     "val/gate_norm": ("gate norm", ".3f"),
     "val/load_imbalance": ("busiest expert's load, 1 = even", ".2f"),
@@ -35,38 +33,6 @@ LOWER_IN_PAPER = {
     ("sigmoid", "dense"),
     ("tanh", "dense"),
 }
-
-
-def summarize_run(run: Run) -> dict[str, str]:
-    """RUN_COLUMNS of a run at its last evaluation; tokens/s is the median over the run.
-
-    Its best evaluation is the one with the lowest loss.
-    """
-    from model import count_parameters  # imports torch
-
-    total, active = count_parameters(run.config.model)
-    last_step = run.last_evaluated
-    losses = run.series("val/loss")
-    best_step = min(run.evaluations, key=lambda step: losses[step])
-    speeds = run.series("perf/tokens_per_sec").values()
-    train = run.config.train
-    name = f"`{run.folder}`"
-    if train.branch_from:
-        name += f" (branch of {train.branch_from} at step {train.branch_step:,})"
-    step = f"{last_step:,}"
-    if not run.ended:
-        step += f" of {run.max_steps:,}"
-    return {
-        "run": name,
-        "router": run.config.model.router,
-        "data": run.config.data.label,
-        "total": f"{total / 1e6:.2f}M",
-        "active": f"{active / 1e6:.2f}M",
-        "step": step,
-        "val loss": f"{losses[last_step]:.4f}",
-        "best": f"{losses[best_step]:.4f} at {best_step:,}",
-        "tokens/s": f"{statistics.median(speeds):,.0f}" if speeds else "-",
-    }
 
 
 def format_mean(values: Sequence[float], form: str = ".4f") -> str:
@@ -99,7 +65,7 @@ def build_loss_table(group: Group, steps: Sequence[int] = ()) -> Table:
         steps = steps or list(group.tenths.values()) or group.steps[-1:]
         columns = {f"{step:,}": (None, step) for step in steps}
     name = group.key or "validation loss at step"
-    table = Table([name, "seeds", *columns])
+    table = Table([name, "seeds", *columns], title="Losses")
     for variant in group.variants:
         row = {name: f"**{variant.label}**", "seeds": describe_seed_counts(variant)}
         for column, (x, step) in columns.items():
@@ -112,19 +78,6 @@ def build_loss_table(group: Group, steps: Sequence[int] = ()) -> Table:
         if group.key is None and any(paper.values()):
             table.rows.append({name: "paper", **paper})
     return table
-
-
-def add_best_losses(table: Table, group: Group) -> None:
-    """Add a column to the table of losses over steps: each variant's lowest, and its step."""
-    name = table.columns[0]
-    rows = {row[name]: row for row in table.rows}
-    for variant in group.variants:
-        losses = {}  # {step: losses of the seeds}
-        for step in group.steps:
-            losses[step] = [group.loss(run, step) for run in variant.runs]
-        best = min(losses, key=lambda step: statistics.fmean(losses[step]))
-        rows[f"**{variant.label}**"]["best"] = f"{format_mean(losses[best])} at {best:,}"
-    table.columns.append("best")
 
 
 def describe_seed_counts(variant: Variant) -> str:
@@ -142,14 +95,15 @@ def build_pairs_table(
 
     It has the difference at each of `xs`, values of the key, and the mean, which is judged.
     """
-    table = Table(["first", "second", *(format_tick(group.key, x) for x in xs)])
+    table = Table(["first", "second"], title="Pairs")
+    table.columns += [format_tick(group.key, x) for x in xs]
     table.columns += ["first minus second, 95%", "interval over", "first is", "Holm's p"]
     table.columns += ["in the paper"]
     for pair in sorted(comparisons, key=lambda pair: -abs(pair.difference.mean)):
         row = {"first": pair.left.label, "second": pair.right.label}
         for x in xs:
             difference = measure_difference(group, pair.left, pair.right, xs=[x])
-            row[format_tick(group.key, x)] = format_half_width(difference)
+            row[format_tick(group.key, x)] = str(difference or "")
         row["first minus second, 95%"] = str(pair.difference)
         row["interval over"] = describe_draws(pair.difference)
         row["first is"] = f"**{pair.difference.verdict}**"
@@ -158,14 +112,6 @@ def build_pairs_table(
         table.rows.append(row)
     table.drop_empty(["in the paper"])
     return table
-
-
-def format_half_width(difference: Difference | None) -> str:
-    """A difference as mean ± half its interval; "" for None."""
-    if difference is None:
-        return ""
-    mean = f"{difference.mean:+.4f}"
-    return f"{mean} ± {difference.half_width:.4f}" if difference.over else mean
 
 
 def describe_draws(difference: Difference) -> str:
@@ -235,7 +181,7 @@ def read_measure(group: Group, runs: Mapping[int, Run], name: str) -> list[float
 def build_measure_table(group: Group) -> Table:
     """The measures at the end, with a row for each variant and value of the key."""
     measures = find_measures(group)
-    table = Table(["at the end", *measures])
+    table = Table(["at the end", *measures], title="Measures")
     for variant in group.variants:
         for x, runs in sorted(variant.runs_by_x.items()):
             row = {}
@@ -249,7 +195,9 @@ def build_measure_table(group: Group) -> Table:
 
 
 def describe_group(group: Group) -> str:
-    """The text, the length of training, and the validation windows."""
+    """The text, the length of training, the validation windows and the models' sizes."""
+    from model import count_parameters  # imports torch
+
     run = group.shown_runs[0]
     tokens = run.config.train.batch_size * run.config.model.block_size
     lengths = sorted({run.max_steps for run in group.shown_runs})
@@ -259,7 +207,15 @@ def describe_group(group: Group) -> str:
     documents = set(last_evaluation.get("val/window_documents", ()))
     if documents:
         windows += f" of {plural(len(documents), 'document')}"
+    sizes = [count_parameters(run.config.model) for run in group.shown_runs]
+    total, active = (format_range(counts) for counts in zip(*sizes, strict=True))
     return (
         f"`{run.config.data.label}`: {steps} steps of {tokens:,} tokens; {windows}. "
-        f"Losses in {run.unit}."
+        f"{total} parameters, {active} active. Losses in {run.unit}."
     )
+
+
+def format_range(counts: Sequence[int]) -> str:
+    """The smallest and the largest of some numbers of parameters, in millions."""
+    ends = [f"{min(counts) / 1e6:.2f}M", f"{max(counts) / 1e6:.2f}M"]
+    return " to ".join(dict.fromkeys(ends))

@@ -1,4 +1,4 @@
-"""Watch runs without wandb: a table in the terminal, or a page that reloads by itself.
+"""Watch runs without wandb: a table in the terminal, or a page that stays up to date.
 
     python -m scripts.watch                      every run below runs/
     python -m scripts.watch runs/mine-*          these runs, or those below these folders
@@ -11,75 +11,25 @@ From another computer: ssh -L 6060:127.0.0.1:6060 HOST, then open the page there
 
 import os
 import sys
-import tempfile
 import threading
+import zlib
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.command import build_parser, command, require_packages, run_command
-from common.text import escape_controls
-from report.blocks import Block, Bullets, Paragraph, Table
-from report.runs import Reading, Run, find_runs, read_runs
+from common.text import plural
+from report.blocks import TEMPLATE, Block, Picture, format_page
+from report.overview import build_overview
+from report.runs import Reading, find_runs, read_runs
 
-if TYPE_CHECKING:
-    from report.groups import Group
-
-VALUES = {  # column: (name in metrics.jsonl, format)
-    "train loss": ("train/loss", ".4f"),
-    "val loss": ("val/loss", ".4f"),
-    "tokens/s": ("perf/tokens_per_sec", ",.0f"),
-    "MFU": ("perf/mfu", ".1%"),
-}
-COLUMNS = ("run", "state", "step", *VALUES, "left", "trouble")
+SCRIPT = TEMPLATE.with_name("live.js")
+TYPES = {".svg": "image/svg+xml", ".js": "text/javascript"}  # of files besides the page
 MAX_THREADS = 24  # of the page's server; not measured
 IDLE_SECONDS = 10  # until a silent connection to the page ends; not measured
 
-
-def describe_run(run: Run) -> dict[str, str]:
-    """COLUMNS of a run; those that are unknown are empty.
-
-    The time left is at the median speed of the last lines.
-    """
-    state, step, trouble = run.status
-    row = {
-        "run": str(run.folder),
-        "state": state,
-        "step": f"{step:,} of {run.max_steps:,} {step / run.max_steps:>4.0%}",
-    }
-    for column, (name, form) in VALUES.items():
-        row[column] = f"{run.newest[name]:{form}}" if name in run.newest else ""
-    row["left"] = estimate_time_left(run, step) if state == "running" else ""
-    row["trouble"] = trouble
-    return {column: escape_controls(text) for column, text in row.items()}
-
-
-def estimate_time_left(run: Run, step: int) -> str:
-    """The time from `step` to the end at the median speed of the last five lines; "" if unknown."""
-    speeds = list(run.series("perf/tokens_per_sec").values())[-5:]
-    if not speeds or median(speeds) <= 0:
-        return ""
-    tokens_per_step = run.config.train.batch_size * run.config.model.block_size
-    seconds = (run.max_steps - step) * tokens_per_step / median(speeds)
-    try:
-        return str(timedelta(seconds=round(seconds)))
-    except (OverflowError, ValueError):  # of a speed close to 0, or NaN
-        return ""
-
-
-def describe_runs(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """COLUMNS of each run."""
-    return [describe_run(run) for run in runs]
-
-
-def build_table(rows: Sequence[dict[str, str]]) -> Table:
-    """The table of the runs, without the columns that are empty for every run."""
-    table = Table(list(COLUMNS), list(rows))
-    table.drop_empty(COLUMNS)
-    return table
+Sections = dict[Any, list[Block]]  # of the report, by their data
 
 
 def read_places(places: Sequence[Path]) -> Reading:
@@ -92,38 +42,33 @@ def format_table(places: Sequence[Path]) -> str:
     reading = read_places(places)
     text = f"no runs in {', '.join(map(str, places))} yet"
     if reading.runs:
-        text = build_table(describe_runs(reading.runs)).to_text(left=2)
+        text = build_overview(reading.runs).to_text(left=2)
     return "\n".join([text, *reading.left_out])
 
 
-def build_page(reading: Reading) -> bytes:
-    """The runs' table, and below it the report of evaluated runs, as one HTML file.
+def build_page(reading: Reading, sections: Sections) -> dict[str, bytes]:
+    """{path: file} of the live page: the report of the runs, its pictures and its script.
 
-    The page reloads itself.
+    Sections whose data are in `sections` are not drawn again; the others are added.
     """
-    before: list[Block] = [Paragraph("No runs yet.")]
-    if reading.runs:
-        before = [build_table(describe_runs(reading.runs))]
-    if reading.left_out:
-        before.append(Bullets(reading.left_out))
     from report.groups import group_runs  # imports torch
+    from report.page import Report, build_report, describe_origin, explain_verdicts
+
+    def build_blocks(groups: list, notes: list[str]) -> list[Block]:
+        report = Report(reading.runs, groups, notes + reading.left_out, sections=sections)
+        return build_report(report) + explain_verdicts(report)
 
     try:
-        html = format_report(*group_runs(reading.runs), before)
+        blocks = build_blocks(*group_runs(reading.runs))
     except Exception as error:  # whatever is wrong in one run, the table is shown
-        reason = str(error) or type(error).__name__
-        html = format_report([], [f"no report: {reason}"], before)
-    every_10_seconds = '<meta http-equiv="refresh" content="10">'
-    return html.replace("<head>", f"<head>\n{every_10_seconds}", 1).encode()
-
-
-def format_report(groups: list["Group"], notes: list[str], before: Sequence[Block]) -> str:
-    """The report of groups of runs as HTML, with `before` above it."""
-    from report.page import Report, write_report  # imports matplotlib
-
-    with tempfile.TemporaryDirectory() as folder:
-        write_report(Report(groups, notes), Path(folder), before=before)
-        return Path(folder, "report.html").read_text()
+        blocks = build_blocks([], [f"no report: {str(error) or type(error).__name__}"])
+    origin = describe_origin(["scripts.watch", *sys.argv[1:]])
+    title = plural(len(reading.runs), "run")
+    files = {"/": format_page(title, blocks, origin, live=True), "/live.js": SCRIPT.read_bytes()}
+    for block in blocks:
+        if isinstance(block, Picture):
+            files[f"/{block.file}"] = block.svg
+    return files
 
 
 class PageServer(ThreadingHTTPServer):
@@ -157,31 +102,45 @@ def make_server(port: int, read: Callable[[], Reading]) -> PageServer:
         OSError: the port is in use.
     """
     shown: tuple[list[dict[str, str]], list[str]] | None = None
-    page = b""
+    files: dict[str, bytes] = {}
+    sections: Sections = {}
     lock = threading.Lock()  # the server has a thread per request
 
     class Handler(BaseHTTPRequestHandler):
         timeout = IDLE_SECONDS
 
         def do_GET(self) -> None:
-            nonlocal shown, page
+            nonlocal shown, files
             host = self.headers.get("Host", "").rsplit(":", 1)[0]
             # a foreign page whose name was made to point to this machine
             if host not in ("127.0.0.1", "localhost"):
                 return self.send_error(403, "open it as http://127.0.0.1")
-            if self.path != "/":
-                return self.send_error(404)
+            path = self.path.partition("?")[0]
             with lock:
-                reading = read()
-                newest = (describe_runs(reading.runs), reading.left_out)
-                if newest != shown:
-                    page = build_page(reading)
-                    shown = newest
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(page)))
+                if path == "/":
+                    reading = read()
+                    newest = (build_overview(reading.runs).rows, reading.left_out)
+                    if newest != shown:
+                        files = build_page(reading, sections)
+                        shown = newest
+                content = files.get(path)
+            if content is None:
+                return self.send_error(404)
+            self.send_content(path, content)
+
+        def send_content(self, path: str, content: bytes) -> None:
+            """Send a file, or that the browser's copy is up to date."""
+            tag = f'"{zlib.crc32(content):x}"'
+            is_known = self.headers.get("If-None-Match") == tag
+            self.send_response(304 if is_known else 200)
+            self.send_header("ETag", tag)
+            if not is_known:
+                kind = TYPES.get(Path(path).suffix, "text/html; charset=utf-8")
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(page)
+            if not is_known:
+                self.wfile.write(content)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Log no requests."""

@@ -17,11 +17,11 @@ from matplotlib.figure import Figure
 
 from report.__main__ import make_report_parser
 from report.blocks import Table
-from report.comparisons import estimate_difference, judge_family
+from report.comparisons import Difference, estimate_difference, judge_family
 from report.groups import Group, Variant
 from report.page import read_report
 from report.style import choose_style
-from report.tables import format_half_width, read_measure
+from report.tables import read_measure
 from studies.command import print_tables
 
 CONFIG = Path(__file__).with_name("config") / "form_balance.toml"
@@ -121,6 +121,11 @@ def tabulate_variants(study: Study) -> Table:
         row["gates that are 0"] = f"{np.mean(zero_gates):.1%}"
         table.rows.append(row)
     return table
+
+
+def format_half_width(difference: Difference) -> str:
+    """A difference as mean ± half its 95% interval."""
+    return f"{difference.mean:+.4f} ± {difference.half_width:.4f}"
 
 
 def tabulate_contrast(study: Study) -> Table:

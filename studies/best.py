@@ -14,8 +14,9 @@ import numpy as np
 from report.__main__ import make_report_parser
 from report.blocks import Table
 from report.comparisons import Comparison, judge_pairs
-from report.groups import Group, Variant, format_value, join_labels
+from report.groups import Group, Variant
 from report.page import read_report
+from report.run import format_value, join_labels
 from report.tables import build_pairs_table
 from studies.command import print_tables
 

@@ -33,9 +33,8 @@ def plot_product(group: Group) -> Figure:
     largest_norm = max(variant.options["model.gate_norm"] for variant in group.variants)
     for variant in group.variants:
         norm = variant.options["model.gate_norm"]
-        points = collect_means(group, variant, "val/loss")
-        xs = [norm * x for x in points]
-        means, lows, highs = zip(*points.values(), strict=True)
+        xs, means, lows, highs = collect_means(group, variant, "val/loss").T
+        xs = norm * xs
         style = choose_style(variant.router)
         style["markerfacecolor"] = "white"
         style["linestyle"] = ":"

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import shutil
+from itertools import product
 
 import numpy as np
 import pytest
@@ -274,6 +275,18 @@ def test_which_variants_are_compared(tmp_path):
     assert (pair.left, pair.right) == tuple(group.variants)
 
 
+def test_no_pair_of_routers_flips_within_a_table(tmp_path):
+    """The baseline is one variant of kern; other variants of it are second too."""
+    runs = []
+    for router, scale in product(("softmax", "kern"), (1, 3)):
+        own = [f"model.router={router}", f"model.gate_scale={scale}"]
+        runs.append(make_run(tmp_path / f"{router}{scale}", *own))
+    (group,) = load_groups(*runs)
+    pairs = compare_group(group, "kern, gate_scale 1")
+    routers = {(pair.left.router, pair.right.router) for pair in pairs}
+    assert routers == {("softmax", "kern"), ("kern", "kern"), ("softmax", "softmax")}
+
+
 # ---- over a key
 def test_curves_over_a_key(tmp_path):
     runs = make_curves(tmp_path)
@@ -294,7 +307,7 @@ def test_curves_over_a_key(tmp_path):
     assert comparison.difference.p_value() == pytest.approx(oracle.pvalue)
     (row,) = tables.build_pairs_table(group, [comparison], group.xs).rows
     interval = stats.ttest_1samp(apart[2], 0).confidence_interval()
-    assert row["2"] == f"{apart[2].mean():+.4f} ± {(interval.high - interval.low) / 2:.4f}"
+    assert row["2"] == f"{apart[2].mean():+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
     assert row["first is"] == "**higher**"
 
 

@@ -26,12 +26,13 @@ from runs import ALONE, REPO_ROOT
 
 from common.files import is_locked
 from common.text import escape_controls
+from report.overview import describe_run
 from report.runs import Reading, read_run, read_runs
 from report.status import find_status
 from runtime import FAILURE_FILE, RunError
 from runtime.folder import RunFolder
 from scripts import watch
-from scripts.watch import build_page, describe_run, make_server
+from scripts.watch import build_page, make_server
 
 TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}
 END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
@@ -168,8 +169,8 @@ def test_numbers_and_the_time_left(make_run):
         "10 of 100  10%",
         "2.4000",
         "2.2500",
-        "9,000",
         "12.3%",
+        "40",
         "0:01:30",
         "",
     ]
@@ -252,6 +253,11 @@ def serve(read):
             server.shutdown()
 
 
+def read_page(reading):
+    """The HTML of the live page."""
+    return build_page(reading, {})["/"].decode()
+
+
 def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
     """Unfinished runs beside finished ones.
 
@@ -262,8 +268,8 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
 
     with serve(lambda: read_runs([tmp_path / "runs"])) as (get, _):
         page = get()
-        assert "refresh" in page and "data:image/svg" in page
-        assert re.search(r"<td>\S+/runs/tanh</td><td>stopped</td><td>500 of 1,000", page)
+        assert "live.js" in page and '<img alt="validation loss' in page
+        assert re.search(r"<td>\S+/runs/tanh</td><td>tanh</td><td>stopped</td><td>500 of", page)
         assert (
             "<b>kern</b>" in page
             and "<b>tanh</b>" not in page
@@ -415,7 +421,8 @@ def test_a_damaged_folder_is_a_line_and_the_others_are_shown(damaged_runs, tmp_p
     text = call(watch.main, *sorted((tmp_path / "runs").glob("*")))
     assert all(character.isprintable() for character in text.replace("\n", ""))
     lines = text.replace(f"{tmp_path}/", "").splitlines()
-    assert [line.split() for line in lines if "runs/good " in line] == [good.split()]
+    (among_others,) = [line for line in lines if "runs/good " in line]
+    assert among_others.replace("lowest, baseline", "").split() == good.split()
     names = {escape_controls(name): says for name, (_, says) in DAMAGES.items()}
     for name, says in (names | {"loop": "no such folder"}).items():
         (line,) = [line for line in lines if re.search(rf"runs/{re.escape(name)}[:/ ]", line)]
@@ -424,10 +431,10 @@ def test_a_damaged_folder_is_a_line_and_the_others_are_shown(damaged_runs, tmp_p
 
 
 def test_the_page_shows_damaged_folders_and_the_others(damaged_runs, tmp_path, monkeypatch):
-    page = html.unescape(build_page(read_runs([Path("runs")])).decode())
+    page = html.unescape(read_page(read_runs([Path("runs")])))
     for name, (_, says) in DAMAGES.items():
         assert escape_controls(name) in page and says in page
-    assert "<code>runs/good</code>" in page and "data:image/svg" in page
+    assert "<td>runs/good</td>" in page and "<img" in page
 
 
 def test_a_run_that_breaks_the_report_leaves_the_table(make_run, monkeypatch):
@@ -437,16 +444,16 @@ def test_a_run_that_breaks_the_report_leaves_the_table(make_run, monkeypatch):
         raise KeyError("odd")
 
     monkeypatch.setattr("report.groups.group_runs", fail)
-    page = build_page(read_runs([folder])).decode()
+    page = read_page(read_runs([folder]))
     assert f"<td>{folder}</td><td>finished</td>" in page and "no report: " in page
 
 
 def test_runs_that_cannot_be_compared_are_in_the_page(tmp_path, make_run):
-    page = build_page(Reading([], [])).decode()
-    assert "No runs yet" in page and "refresh" in page
+    page = read_page(Reading([], []))
+    assert "No runs yet" in page and "live.js" in page
     folders = [
         make_run("a", [(10, {"val/loss": 2.0})]),
         make_run("b", [(20, {"val/loss": 2.0})], None, "tanh"),
     ]
-    page = build_page(read_runs(folders)).decode()
+    page = read_page(read_runs(folders))
     assert "evaluated at no common step" in page and all(str(folder) in page for folder in folders)
