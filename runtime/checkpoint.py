@@ -235,6 +235,9 @@ class Saver(AbstractContextManager["Saver"]):
         Sets `failure` if that fails, and `seconds`, counted from `start`.
         """
         _lower_priority()
+        if self.ranks.device.type == "cuda":
+            # A thread starts on GPU 0, and dcp.save asks for its current stream there.
+            torch.cuda.set_device(self.ranks.device)
         self.warnings = []
         path = folder_of(self.folder, step)
         temporary = path.with_suffix(".tmp")

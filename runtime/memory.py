@@ -19,12 +19,16 @@ from kernels.cross_entropy import chunk_rows
 from model import dense_layers
 from router import find_spec
 from runtime import RunError, distributed
+from runtime.folder import replace
 from runtime.optimizers import is_for_muon
 from runtime.parallel import holds_weights
 
 # Fraction of a device's memory. CUDA's context, libraries and fragmentation use the remainder; not
 # measured.
 USABLE = 0.92
+# Traffic with shared experts over traffic without, at which they are chosen. The other half is room
+# for waits of the host, unequal loads and casts in each micro-batch; not measured.
+SHARED_TRAFFIC = 0.5
 # Bytes per element of a copy in autocast's compute type; auto is float16, as on any GPU.
 CAST_BYTES = {"float32": 0, "float16": 2, "bfloat16": 2, "auto": 2}
 
@@ -311,6 +315,38 @@ def choose_parallelism(
     chosen = select_fitting(estimates, capacity)
     check_state_fits(estimates[chosen], capacity, shapes)
     return chosen, estimates[chosen]
+
+
+def choose_expert_parallel(
+    config: Config, shapes: Shapes, world_size: int, local_size: int, device: torch.device
+) -> int:
+    """Ranks that share one set of experts; arguments as in `choose_parallelism`.
+
+    With train.parallel = "auto" and no asked number the GPUs of a node share them if each then
+    sends at most SHARED_TRAFFIC of the bytes. A line says so.
+    """
+    asked = count_expert_ranks(config)
+    n = local_size
+    may_choose = config.train.parallel == "auto" and config.train.expert_parallel == 1
+    has_experts = find_spec(config.model.router) is not None
+    if device.type != "cuda" or n == 1 or not (may_choose and has_experts):
+        return asked
+    shared = replace(config, "train", expert_parallel=n)
+    if config.model.n_expert % n or describe_expert_problem(shared, "ddp", world_size, local_size):
+        return asked
+    sent = []
+    for planned in (config, shared):
+        parallel, memory = choose_parallelism(planned, shapes, world_size, local_size, device)
+        sent.append(estimate_traffic(planned, shapes, parallel, world_size, local_size))
+    capacity = distributed.memory_bytes(device)
+    fits = capacity is None or sum(memory) <= USABLE * capacity
+    if not fits or sent[1] > SHARED_TRAFFIC * sent[0]:
+        return asked
+    distributed.print_once(
+        f"train.parallel = auto: the {n} GPUs of a node share the experts (train.expert_parallel): "
+        f"each sends about {format_bytes(sent[1])} per step, otherwise {format_bytes(sent[0])}"
+    )
+    return n
 
 
 def describe_expert_problem(config: Config, parallel: str, world_size: int, local_size: int) -> str:

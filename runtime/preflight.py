@@ -131,9 +131,11 @@ def plan_run(
         raise RunError(f"model.backend: {error}") from None
     config = replace(config, "train", dtype=str(dtype).removeprefix("torch."))  # a resume keeps it
     world_size = distributed.world_size()
-    parallel, estimate = memory.choose_parallelism(
-        config, parameter_shapes(config.model), world_size, distributed.local_size(), device
-    )
+    local_size = distributed.local_size()
+    shapes = parameter_shapes(config.model)
+    n = memory.choose_expert_parallel(config, shapes, world_size, local_size, device)
+    planned = replace(config, "train", expert_parallel=n)
+    parallel, estimate = memory.choose_parallelism(planned, shapes, world_size, local_size, device)
     tasks = None
     if config.eval.task_names:
         assert open_tasks, "train(…, open_tasks=eval.in_loop.TaskScores) is needed with eval.tasks"
@@ -154,7 +156,7 @@ def plan_run(
         device=device,
         dtype=dtype,
         parallel=parallel,
-        expert_parallel=memory.count_expert_ranks(config),
+        expert_parallel=n,
         memory=estimate,
         accumulation=config.train.batch_size // (config.train.micro_batch_size * world_size),
         tasks=tasks,

@@ -7,6 +7,7 @@ changes no choice of an expert. Each rank leaves a report per case.
 import math
 import os
 import shutil
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +20,14 @@ import torch
 import torch.distributed as dist
 from conftest import write_tiny
 from numerics import assert_near
-from runs import meet_in, start_ranks, untimed
+from runs import REPO_ROOT, be_killed, meet_in, start_ranks, untimed
 from torch import Tensor, nn
 
 import configure
 import train
 from configure import ConfigError
+from eval.trained import load_model
+from hf.export import export
 from model import GPT, Experts, parameter_shapes
 from runtime import RunError, checkpoint, memory, updates
 from runtime import state as train_state
@@ -228,6 +231,25 @@ def be_a_rank(folder: Path, cases: list[Case]) -> None:
                 dist.destroy_process_group()
 
 
+def train_until_killed(folder: Path, case: Case) -> None:
+    """Train, and be killed in step 13, when the checkpoint of step 10 is complete."""
+    meet_in(folder / f"{case.name}.killed")
+    saved = folder / case.name / "tiny/checkpoints" / f"step_{SAVED_STEP:08d}"
+    watch = Watch(folder, case, int(os.environ["RANK"]))
+
+    def step(of_run: updates.Updates, *args: Any) -> Tensor:
+        watch.report["gradients"].append(None)
+        while len(watch.report["gradients"]) == 13:
+            time.sleep(0.1)
+            if saved.exists():
+                be_killed()
+        return STEP(of_run, *args)
+
+    with watch.patches(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(updates.Updates, "step", step)
+        train.train(config_of(folder, case))
+
+
 # ---- the reports
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory, corpus):
@@ -244,6 +266,7 @@ def outcome(tmp_path_factory, corpus):
         lines = read_metrics(folder / case.name / "tiny/metrics.jsonl", ARRAYS)
         return lines, [torch.load(folder / f"{case.name}.{rank}") for rank in range(N_RANK)]
 
+    outcome.folder = folder
     return outcome
 
 
@@ -289,6 +312,29 @@ def test_same_run_as_under_ddp(outcome, case):
 def test_checkpoint_resumes_with_another_n(outcome, case):
     assert len(outcome(case)[1][0]["gradients"]) == 10  # of 20 steps
     assert_same_run(outcome, case, Case(case.model, "ddp 1"))
+
+
+@pytest.mark.integration
+@pytest.mark.numerics
+def test_killed_run_resumes(outcome):
+    case = Case("kern", "ddp 4", "killed")
+    killed = start_ranks(N_RANK, train_until_killed, outcome.folder, case)
+    assert all(rank.wait(300)[0] != 0 for rank in killed)
+    resumed = start_ranks(N_RANK, be_a_rank, outcome.folder, [case])
+    assert all(rank.wait(300)[0] == 0 for rank in resumed)
+    assert len(outcome(case)[1][0]["gradients"]) == 10
+    assert_same_run(outcome, case, Case("kern", "ddp 4"))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("case", [Case("biased", "ddp 4"), Case("biased", "fsdp 2")], ids=str)
+def test_checkpoint_is_loaded_and_exported_as_any(outcome, tmp_path, case):
+    run = outcome.folder / case.name / "tiny"
+    report = outcome(case)[1][0]
+    weights = load_model(run).model.state_dict()
+    for name, value in report["parameters"].items():
+        torch.testing.assert_close(weights[name], value.float(), rtol=0, atol=0, msg=name)
+    assert export.main([str(run), str(tmp_path / "exported")]) == 0  # it compares logits
 
 
 @pytest.mark.integration
@@ -363,6 +409,29 @@ def test_a_dense_model_ignores_it(tiny):
     config = tiny("model.router=dense", "train.expert_parallel=3")
     shapes = parameter_shapes(config.model)
     assert memory.choose_parallelism(config, shapes, 1, 1, torch.device("cpu"))[0] == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("file", "own", "device", "ranks", "n"),
+    [
+        ("1b3", ["train.micro_batch_size=8"], "cuda", 32, 8),
+        ("1b3", ["train.micro_batch_size=8"], "cpu", 32, 1),
+        ("1b3", ["train.micro_batch_size=8", "train.parallel=hsdp"], "cuda", 32, 1),
+        ("1b3", ["train.micro_batch_size=8", "model.router=dense"], "cuda", 32, 1),
+        ("125m", [], "cuda", 8, 1),  # experts are small: rows would be more bytes
+        ("olmoe", [], "cuda", 128, 1),
+    ],
+)
+def test_auto_shares_experts_where_that_halves_the_traffic(
+    monkeypatch, capsys, file, own, device, ranks, n
+):
+    monkeypatch.setattr(memory.distributed, "memory_bytes", lambda device: 80 * 10**9)
+    overrides = ["data.name=any", "train.dtype=bfloat16", *own]
+    config = configure.load(REPO_ROOT / f"config/{file}.toml", overrides, ranks)
+    shapes = parameter_shapes(config.model)
+    gpu = torch.device(device)
+    assert memory.choose_expert_parallel(config, shapes, ranks, 8, gpu) == n
+    assert ("share the experts" in capsys.readouterr().out) == (n > 1)
 
 
 def test_traffic_by_hand(tiny):
