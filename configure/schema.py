@@ -462,6 +462,10 @@ class Train(Section):
         report="option",
         track_option=True,
     )
+    force_balance: bool = key(
+        False,
+        "only to measure speed: tokens go to experts in turn, whatever their scores",
+    )
     bias_update_rate: float = key(
         0.0,
         "step of the selection bias under sign; 0 disables",

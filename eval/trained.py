@@ -115,6 +115,11 @@ def load_model(
     folder = Path(folder)
     check_is_run(folder)
     config = configure.load_recorded(folder / "config.toml")
+    if config.train.force_balance:
+        raise RunError(
+            f"{folder}: trained with train.force_balance = true, to measure speed: experts were "
+            "chosen in turn, so its losses say nothing; train with --train.force_balance=false"
+        )
     if ema and not config.train.ema_decay:
         raise RunError(
             f"--ema: {folder} has no EMA of its weights (train.ema_decay = 0); leave --ema out, "

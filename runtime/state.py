@@ -275,6 +275,13 @@ def build_metadata(start: Start, data: Data, threads: int) -> dict[str, Any]:
     return metadata
 
 
+def force_balance(model: GPT) -> None:
+    """Let routers give tokens to experts in turn (train.force_balance); gates stay the scores'."""
+    for block in model.blocks:
+        if isinstance(block.mlp, MoE):
+            block.mlp.router.round_robin = True
+
+
 def build_model(
     config: Config,
     document_token: int | None,
@@ -286,6 +293,8 @@ def build_model(
     model = GPT(config.model)
     if config.optim.transfer != "none":
         scale_initial_weights(model, config.optim)
+    if config.train.force_balance:
+        force_balance(model)
     model.document_token = document_token
     for block in model.blocks:
         block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]

@@ -19,6 +19,7 @@ from runtime import RunError, distributed
 from runtime.graph import WARM_UP, StepGraph, can_capture
 from runtime.optimizers import build_optimizer, choose_copy_dtype
 from runtime.parallel import compile_blocks
+from runtime.state import force_balance
 from runtime.updates import Updates
 from tools.bench.harness import Benchmark, divide
 
@@ -47,6 +48,8 @@ class Step:
         if config.data.document_mask:
             model.document_token = 0
             tokens[..., :: max(1, shape[-1] // 4)] = 0  # four documents to a window
+        if config.train.force_balance:
+            force_balance(model)
         for block in model.blocks:
             block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
         if distributed.pick_compile(config.train.compile, self.device):
