@@ -64,7 +64,7 @@ def widen(base: Model, width: int) -> Model:
 def make_optim(base: Model, name: str, transfer: str) -> Optim:
     """Settings of the optimizer `name`, tuned at `base`."""
     sizes = {"base_width": base.n_embd, "base_hidden": base.active_hidden}
-    return Optim(name=name, lr=LR, transfer=transfer, **sizes)
+    return Optim.model_validate({"name": name, "lr": LR, "transfer": transfer, **sizes})
 
 
 def draw_windows(n_batch: int, block_size: int, seed: int) -> Tensor:

@@ -262,13 +262,15 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
             1,
         ),
         (
-            "--optim.transfer=mup --optim.base_width=64 --optim.base_hidden=256 --train.init_from=x",
+            "--optim.transfer=mup --optim.base_width=64 --optim.base_hidden=256"
+            " --train.init_from=x",
             1,
             "train.init_from = x: optim.transfer = mup scales random",
             1,
         ),
         (
-            "--optim.transfer=mup --optim.base_width=64 --optim.base_hidden=256 --model.gate_norm=2",
+            "--optim.transfer=mup --optim.base_width=64 --optim.base_hidden=256"
+            " --model.gate_norm=2",
             1,
             "model.gate_norm = 2: optim.transfer = mup",
             1,

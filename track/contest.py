@@ -34,7 +34,7 @@ BALANCE_METHODS = (None, "balance_loss_coef", "bias_rate")  # one for each third
 class Rung(Section):
     """A model that entries are judged on."""
 
-    seeds: int = Field(ge=2)  # of each judged setting: their spread is the noise
+    seeds: int = Field(ge=1)  # of each judged setting
     minutes: float  # of one run on one thread, to tell the time that is left
     overrides: list[str] = []  # what differs from the config file
 
@@ -82,6 +82,8 @@ def load_protocol(file: str) -> Protocol:
     runs = Path(configure.load(file).run.dir, f"track-{Path(file).stem}")
     own = {"file": file, "sha256": "", "runs": runs, "records": RECORDS / Path(file).stem}
     protocol = Protocol.model_validate({**table, **own})
+    if protocol.rungs[0].seeds < 2:
+        raise ValueError(f"{file}: track.rungs: the first needs seeds = 2 or more, for the noise")
     fixed = []  # {key: value} of every rung, whether from the file or by default
     for rung in range(len(protocol.rungs)):
         config = protocol.load(rung)
@@ -217,24 +219,20 @@ def judged_cells(losses: Losses, rung: int) -> dict[int, list[float]]:
     return cells
 
 
-class Score(NamedTuple):
-    """The mean loss of an entry's judged runs on a rung; infinite if one diverged."""
-
-    mean: float  # over settings and seeds, nats per byte
-    noise: float  # variance of a run by its seed: the spread within settings
-    freedom: int  # degrees of freedom of the noise
-    runs: int
+def score_rung(losses: Losses, rung: int) -> float:
+    """The mean loss of a rung's judged runs, over settings and seeds; infinite if one diverged."""
+    return float(np.mean(np.concatenate(list(judged_cells(losses, rung).values()))))
 
 
-def score_rung(losses: Losses, rung: int) -> Score:
-    """Average the judged runs of a rung."""
-    cells = judged_cells(losses, rung)
-    values = np.concatenate(list(cells.values()))
-    if not np.isfinite(values).all():
-        return Score(math.inf, math.nan, 1, len(values))
-    freedom = len(values) - len(cells)
-    squares = sum(float(np.var(cell)) * len(cell) for cell in cells.values())
-    return Score(float(values.mean()), squares / freedom, freedom, len(values))
+def estimate_noise(losses: Losses) -> tuple[float, int]:
+    """Variance of a run by its seed, from the spread within settings on all rungs; its freedom."""
+    squares = 0.0
+    freedom = 0
+    for rung in {task.rung for task in losses if task.round == "judge"}:
+        for cell in judged_cells(losses, rung).values():
+            squares += float(np.var(cell)) * len(cell)
+            freedom += len(cell) - 1
+    return squares / freedom, freedom
 
 
 def compare(protocol: Protocol, entry: Losses, other: Losses, rungs: Sequence[int]) -> Difference:
@@ -243,20 +241,22 @@ def compare(protocol: Protocol, entry: Losses, other: Losses, rungs: Sequence[in
     The variance by seeds is estimated; that by tuning is fixed by the protocol, because the few
     judged settings cannot estimate it. Degrees of freedom are Satterthwaite's.
     """
-    mean = 0.0
+    gaps = [score_rung(entry, rung) - score_rung(other, rung) for rung in rungs]
+    difference = float(np.mean(gaps))
+    if not math.isfinite(difference):
+        return Difference(math.inf, 0)
     variance = 2 * protocol.tuning_sd**2
     squares = 0.0
-    for rung in rungs:
-        scores = score_rung(entry, rung), score_rung(other, rung)
-        mean += (scores[0].mean - scores[1].mean) / len(rungs)
-        for score in scores:
-            part = score.noise / score.runs / len(rungs) ** 2
-            variance += part
-            squares += part**2 / score.freedom
-    if not math.isfinite(mean):
-        return Difference(math.inf, 0)
+    for losses in (entry, other):
+        noise, noise_freedom = estimate_noise(losses)
+        inverse = 0.0
+        for rung in rungs:
+            inverse += 1 / sum(len(cell) for cell in judged_cells(losses, rung).values())
+        part = noise * inverse / len(rungs) ** 2
+        variance += part
+        squares += part**2 / noise_freedom
     freedom = variance**2 / squares if squares else 1e6  # runs without noise: normal
-    return Difference(mean, len(rungs), math.sqrt(variance), freedom, "seeds")
+    return Difference(difference, len(rungs), math.sqrt(variance), freedom, "seeds")
 
 
 def judge_sign(protocol: Protocol, difference: Difference) -> str:
@@ -272,7 +272,7 @@ def measure_curve(losses: Losses, rung: int) -> np.ndarray:
     Returns (3, P): logarithms of the lengths; shifts of the loss, nats per byte; standard errors.
     """
     cells = judged_cells(losses, rung)
-    noise = score_rung(losses, rung).noise
+    noise, _ = estimate_noise(losses)
     shifts: dict[float, list[float]] = {1.0: [0.0]}
     variances = {1.0: 0.0}
     for task, loss in losses.items():

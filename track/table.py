@@ -114,7 +114,7 @@ def build_table(protocol: Protocol, records: Sequence[Record]) -> Table:
 
 def mean_losses(protocol: Protocol, losses: Losses) -> list[float]:
     """The mean loss on each rung."""
-    return [score_rung(losses, rung).mean for rung in range(len(protocol.rungs))]
+    return [score_rung(losses, rung) for rung in range(len(protocol.rungs))]
 
 
 def format_verdict(protocol: Protocol, entry: Losses, reference: Losses) -> dict[str, str]:
