@@ -1,6 +1,7 @@
 """Print what a run will need: parameters, memory on each GPU, tokens, disk, hours.
 
     python -m scripts.plan config/1b3.toml --gpus 8 --gpu H100 [--section.key=value ...]
+    python -m scripts.plan --budget 2e19 --gpus 8 --write FILE      scripts/dial.py has the rules
 
 Memory of activations, logits and working copies is an estimate (docs/scale.md); the rest is exact.
 Hours follow from --mfu or, without it, from the parts of a step (runtime/step_time.py), without
@@ -31,6 +32,7 @@ from runtime.memory import (
 )
 from runtime.optimizers import group_parameters
 from runtime.step_time import estimate_mfu
+from scripts.dial import add_dial, is_dialled, load_text, write_config
 
 # Bytes that a checkpoint's archive and index need for each tensor, besides its numbers: 1,823 to
 # 1,825 in 14 checkpoints of tiny models (torch 2.13, one rank, 2026-11-26).
@@ -170,11 +172,33 @@ def plan_memory(config: Config, gpus: int, gpus_per_node: int) -> dict[tuple[str
     return plans
 
 
+def load_planned(args: argparse.Namespace, overrides: list[str]) -> Config:
+    """The config of the file, or the one that the dial chooses, which is printed.
+
+    Raises:
+        ConfigError: neither or both are named, or they are wrong.
+    """
+    if not is_dialled(args):
+        if args.write or not args.config:
+            raise ConfigError("name a config file, or one of --budget, --active and --hours")
+        return configure.load(args.config, overrides, world_size=args.gpus)
+    given = [text for text in (args.config, *overrides) if text]
+    if given:
+        raise ConfigError(
+            f"{given[0]}: --budget, --active and --hours choose all settings; leave it out, "
+            "and override the config that --write wrote"
+        )
+    text = write_config(args, plan_memory)
+    print(text)
+    return load_text(text, args.gpus)
+
+
 @command
 def main(argv: list[str]) -> None:
     """Print the plan of a config."""
     parser = build_parser("scripts.plan", __doc__)
-    parser.add_argument("config", help="config file; --section.key=value overrides it")
+    parser.add_argument("config", nargs="?", help="file; --section.key=value overrides it")
+    add_dial(parser)
     parser.add_argument("--gpus", type=int, default=8, help="in all (default: %(default)s)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument(
@@ -190,7 +214,7 @@ def main(argv: list[str]) -> None:
         value = getattr(args, name)
         if not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected more than 0")
-    config = configure.load(args.config, overrides, world_size=args.gpus)
+    config = load_planned(args, overrides)
     for line in [*describe_run(config, args), *describe_memory_plans(config, args)]:
         print(line)
 
