@@ -102,7 +102,8 @@ def distribute(
         _shard(model, parallel, ranks, dtype, hold, reduce_dtype, mesh)
         runner = model
     if mesh is not None and "replicate" in (mesh.mesh_dim_names or ()):
-        average_expert_gradients(runner, expert_parameters(model), mesh, reduce_dtype)
+        group = mesh.get_group("replicate")
+        average_gradients(runner, expert_parameters(model), group, ranks.world_size, reduce_dtype)
     return runner
 
 
@@ -112,10 +113,17 @@ def _replicate(
     """Wrap the model in DDP if there are several ranks; with an `expert_mesh` except experts."""
     if ranks.world_size == 1:
         return model
-    if expert_mesh is not None:
-        names = list(expert_parameters(model))
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    experts = {} if expert_mesh is None else expert_parameters(model)
+    unaligned = {}
+    for name, p in model.named_parameters():
+        # KERN's γ has one element. In a bucket it would shift the gradients after it off 16 bytes,
+        # where vectorized kernels are slower.
+        if p.numel() % 4 and p.requires_grad:
+            unaligned[name] = p
+    names = [*experts, *unaligned]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     runner = DistributedDataParallel(model, **DDP_OPTIONS)
+    average_gradients(runner, unaligned, None, ranks.world_size, reduce_dtype)
     if reduce_dtype == torch.bfloat16:
         runner.register_comm_hook(None, _reduce_in_bfloat16)
     return runner
@@ -166,26 +174,27 @@ def share_experts(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
         mixture.exchange = torch.compiler.disable(partial(Journey, n_expert, mesh.get_group()))
 
 
-def average_expert_gradients(
+def average_gradients(
     runner: nn.Module,
     parameters: Mapping[str, nn.Parameter],
-    mesh: DeviceMesh,
+    group: dist.ProcessGroup | None,
+    world_size: int,
     reduce_dtype: torch.dtype,
 ) -> None:
-    """Average gradients of experts that are copied along "replicate", in a step's last pass.
+    """Sum gradients over `group` (None: all ranks) and divide by `world_size`, in a last pass.
 
-    A rank's loss is a mean over its own tokens, and the step's loss the mean over all ranks. An
-    expert's rank has the sum of the gradients of its group's losses, since all of them sent it
-    tokens. So gradients are summed over the groups and divided by the number of all ranks.
+    For experts `group` has the ranks with copies of them. A rank's loss is a mean over its own
+    tokens, and the step's loss the mean over all ranks. An expert's rank has the sum of the
+    gradients of its group's losses, since all of them sent it tokens. So gradients are summed over
+    the groups and divided by the number of all ranks.
     """
-    group = mesh.get_group("replicate")
 
     def start(parameter: Tensor) -> None:
         if not getattr(runner, "require_backward_grad_sync", True):
             return
         assert parameter.grad is not None, "called after it was added to"
         gradient = local_part(parameter.grad)
-        gradient /= mesh.size()
+        gradient /= world_size
         summed = gradient
         if reduce_dtype == torch.bfloat16:
             summed = gradient.bfloat16()
@@ -315,7 +324,7 @@ def _shard(
         if isinstance(mlp, MoE):
             if expert_options is not None:
                 experts = fully_shard(mlp.experts, mp_policy=half, **expert_options)
-                if expert_mesh is not None:  # see average_expert_gradients
+                if expert_mesh is not None:  # see average_gradients
                     experts.set_gradient_divide_factor(ranks.world_size)
                     # gloo has no operation that sums and divides
                     experts.set_force_sum_reduction_for_comms(True)
@@ -346,7 +355,7 @@ def set_gradient_sync(runner: nn.Module, parallel: str, last: bool) -> None:
     FSDP2 averages in every pass, since no rank has room for the full gradients. ZeRO-2 frees its
     weights in the last one.
     """
-    # DDP reads it, and average_expert_gradients
+    # DDP reads it, and average_gradients
     runner.require_backward_grad_sync = last  # pyrefly: ignore[bad-argument-type]
     if parallel == "zero2" and isinstance(runner, FSDPModule):
         runner.set_reshard_after_backward(last)
