@@ -76,7 +76,6 @@ WAYS = {  # train.parallel, ranks of a node, train.expert_parallel
     "ddp 1": ("ddp", 4, 1),
     "zero2 1": ("zero2", 4, 1),
     "fsdp 1": ("fsdp", 4, 1),
-    "hsdp 1": ("hsdp", 2, 1),
     "ddp 2": ("ddp", 4, 2),
     "ddp 4": ("ddp", 4, 4),
     "zero2 2": ("zero2", 4, 2),
@@ -90,7 +89,7 @@ COMPARED = {  # with "ddp 1"
     "biased": MOST,
     "quantile": ["ddp 2", "hsdp 2"],
     "muon": ["ddp 2", "fsdp 2"],
-    "compiled": ["zero2 1", "fsdp 1", "hsdp 1", "fsdp 2"],
+    "compiled": ["zero2 1", "fsdp 1", "fsdp 2"],
     "one": ["ddp 4"],
     "inf": ["ddp 4", "fsdp 2"],
 }
