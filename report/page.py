@@ -96,10 +96,10 @@ def build_report(report: Report) -> list[Block]:
     """The overview, the notes, and the sections of the groups."""
     blocks: list[Block] = [
         Heading("Overview"),
-        Paragraph(f"{count_states(report.runs)}. {TEXT['overview']}"),
+        Paragraph(f"{count_states(report.runs)}."),
     ]
     if report.runs:
-        blocks.append(build_overview(report.runs, report.baseline))
+        blocks += [build_overview(report.runs, report.baseline), Paragraph(TEXT["overview"])]
     if report.notes:
         blocks += [Heading("Notes"), Bullets([f"{line}." for line in report.notes])]
     sections = {}
@@ -174,7 +174,8 @@ def draw_pictures(panels: Sequence[pictures.Panel], label: str) -> list[Block]:
         with matplotlib.rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):
             pictures.draw_figure([panel]).savefig(output, format="svg", metadata={"Date": None})
         svg = output.getvalue()
-        blocks.append(Picture(f"{'-'.join(words)}.svg", panel.title, panel.sentence, svg))
+        title = " ".join(panel.title.split())
+        blocks.append(Picture(f"{'-'.join(words)}.svg", title, panel.sentence, svg))
     return blocks
 
 

@@ -109,12 +109,17 @@ def list_difference_panels(baseline: str, comparisons: Sequence[Comparison]) -> 
         if not pair.difference.verdict.startswith(UNDECIDED):
             decided.append(f"{pair.left.label} {pair.difference.verdict}")
     sentence = f"Decided: {', '.join(decided) or 'nothing'}. Hollow markers are undecided."
-    labels = []
-    for pair in pairs:
-        labels.append(fill(f"{pair.left.label}, {describe_draws(pair.difference)}", 22))
-    height = 80 + LINE_HEIGHT * sum(1 + label.count("\n") for label in labels)
+    draws = [describe_draws(pair.difference) for pair in pairs]
+    labels = [pair.left.label for pair in pairs]
+    title = f"minus {baseline}'s at the end, 95% over {draws[0]}"
+    if len(set(draws)) > 1:
+        title = f"minus {baseline}'s at the end, 95%"
+        labels = [f"{label}, {draw}" for label, draw in zip(labels, draws, strict=True)]
+    labels = [fill(label, 20) for label in labels]
+    n_lines = 1 + max(label.count("\n") for label in labels)
+    height = 80 + LINE_HEIGHT * n_lines * len(pairs)
     draw = partial(draw_differences, pairs=pairs, labels=labels)
-    return [Panel(f"minus {baseline}'s at the end, 95%", draw, sentence, height)]
+    return [Panel(fill(title, 30), draw, sentence, height)]
 
 
 def draw_differences(axes: Axes, pairs: Sequence[Comparison], labels: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 from fake_runs import load_groups, loss_of, make_run, make_seeds
+from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 from scipy import stats
@@ -17,6 +18,7 @@ from report import pictures
 from report.blocks import Bullets, Paragraph, Table, write_page
 from report.comparisons import compare_group
 from report.runs import read_run
+from report.style import DISTINCT, STYLES
 from report.tables import name_measure
 from router import ROUTERS
 
@@ -204,6 +206,47 @@ def test_a_loss_that_explodes_is_clipped_with_an_arrow(tmp_path):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     axes = draw_losses(load_groups(*runs)[0])[0]
     assert axes.get_ylim()[1] < 6 and "↑ up to 90" in list_notes(axes)
+
+
+# linear RGB as seen by readers without one kind of cone: Machado, Oliveira and Fernandes 2009
+SIGHTS = {
+    "all cones": np.eye(3),
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+}
+
+
+def convert_to_lab(colour, sight):
+    """CIE L*a*b* of a colour as a reader with this sight sees it."""
+    rgb = np.array(to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.array(sight) @ linear, 0, 1)
+    to_xyz = [
+        [0.4124564, 0.3575761, 0.1804375],
+        [0.2126729, 0.7151522, 0.0721750],
+        [0.0193339, 0.1191920, 0.9503041],
+    ]
+    xyz = np.array(to_xyz) @ seen / [0.95047, 1, 1.08883]
+    f = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_colour_blind_readers_tell_lines_apart(sight):
+    """Colours of one picture differ by 17 in L*a*b*, where 2 can be seen; lines differ too."""
+    paper = [STYLES[router][0] for router in ("dense", "softmax", "sigmoid", "tanh", "kern")]
+    for colours in (paper, DISTINCT):
+        for one, other in combinations(colours, 2):
+            one_lab = convert_to_lab(one, SIGHTS[sight])
+            assert np.linalg.norm(one_lab - convert_to_lab(other, SIGHTS[sight])) > 17
 
 
 MEASURED = ("val/dead_experts", "router/gamma", "val/gate_norm", "train/loss")
