@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from common.files import check_regular
 from common.text import first_line
 from data import DataError
 
@@ -241,6 +242,8 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
     if a file is missing or unreadable, or the token cannot end a document, see `check_eot`.
     """
     try:
+        for name_of_file in (TOKENIZER_FILE, "config.json", "tokenizer_config.json"):
+            check_regular(folder / name_of_file)
         content = (folder / TOKENIZER_FILE).read_bytes()
         ids = _read_settings(folder / "config.json").get("eos_token_id")
         settings = _read_settings(folder / "tokenizer_config.json")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.command import build_parser, command, require_packages, run_command
+from common.files import check_regular
 
 if TYPE_CHECKING:  # imported once it is known to be installed
     from matplotlib.figure import Figure
@@ -49,9 +50,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         remedy = f"name a file, such as {written[0]}" if written else "run eval.routing first"
         raise ValueError(f"{file}: a folder; {remedy}")
     require_packages("matplotlib")
+    check_regular(file)
     try:
         figure = plot_loads(json.loads(file.read_text("utf-8")))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise ValueError(f"{file}: not written by eval.routing; run it first") from None
     picture = file.with_name("loads.png")
     figure.savefig(picture)

@@ -121,7 +121,10 @@ def make_server(port: int, read: Callable[[], Reading]) -> PageServer:
                     reading = read()
                     newest = (build_overview(reading.runs).rows, reading.left_out)
                     if newest != shown:
-                        files = build_page(reading, sections)
+                        try:
+                            files = build_page(reading, sections)
+                        except OSError as error:  # such as a full disk
+                            return self.send_error(500, explain=f"no page: {error}")
                         shown = newest
                 content = files.get(path)
             if content is None:

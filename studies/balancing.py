@@ -19,10 +19,9 @@ from report.__main__ import make_report_parser
 from report.blocks import Table
 from report.comparisons import Difference, estimate_difference, judge_family
 from report.groups import Group, Variant
-from report.page import read_report
 from report.style import choose_style
 from report.tables import read_measure
-from studies.command import print_tables
+from studies.command import print_tables, read_with_notes
 
 CONFIG = Path(__file__).with_name("config") / "form_balance.toml"
 BALANCE_KEYS = ("train.balance_loss_coef", "train.bias_update", "train.bias_update_rate")
@@ -70,7 +69,7 @@ def read_study(argv: Sequence[str]) -> Study:
         ValueError: they are several groups, or no seed has all runs of the config file.
     """
     args = make_report_parser("studies.balancing", __doc__).parse_args(argv)
-    groups = read_report(args).groups
+    groups = read_with_notes(args).groups
     if len(groups) > 1:
         raise ValueError(f"expected runs of {CONFIG.name} alone, not of {len(groups)} settings")
     variants_in = {}

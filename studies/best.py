@@ -15,10 +15,9 @@ from report.__main__ import make_report_parser
 from report.blocks import Table
 from report.comparisons import Comparison, judge_pairs
 from report.groups import Group, Variant
-from report.page import read_report
 from report.run import format_value, join_labels
 from report.tables import build_pairs_table
-from studies.command import print_tables
+from studies.command import print_tables, read_with_notes
 
 
 def tabulate(argv: Sequence[str]) -> list[Table]:
@@ -29,7 +28,7 @@ def tabulate(argv: Sequence[str]) -> list[Table]:
     if not args.over:
         raise ValueError("--choose-on chooses a value of a key: name the key with --over")
     tables = []
-    for group in read_report(args).groups:
+    for group in read_with_notes(args).groups:
         comparisons = compare_best(group, args.choose_on, args.margin)
         tables.append(build_pairs_table(group, comparisons))
     return tables

@@ -14,10 +14,9 @@ from report.__main__ import make_report_parser
 from report.blocks import Table
 from report.comparisons import estimate_difference, judge_family
 from report.groups import Group
-from report.page import read_report
 from report.tables import describe_draws, format_p
 from router import find_spec
-from studies.command import print_tables
+from studies.command import print_tables, read_with_notes
 
 PARTS = ("l2 norm", "ReLU", "γ")
 
@@ -25,7 +24,7 @@ PARTS = ("l2 norm", "ReLU", "γ")
 def tabulate(argv: Sequence[str]) -> list[Table]:
     """The effects, a table for each group."""
     args = make_report_parser("studies.effects", __doc__).parse_args(argv)
-    return [tabulate_effects(group, args.margin) for group in read_report(args).groups]
+    return [tabulate_effects(group, args.margin) for group in read_with_notes(args).groups]
 
 
 def tabulate_effects(group: Group, margin: float) -> Table:

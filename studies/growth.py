@@ -15,9 +15,8 @@ from report.__main__ import make_report_parser
 from report.blocks import Table
 from report.comparisons import estimate_difference, judge_family
 from report.groups import Group, Variant
-from report.page import read_report
 from report.tables import format_p
-from studies.command import print_tables
+from studies.command import print_tables, read_with_notes
 
 TOP_K = "model.top_k"
 
@@ -25,7 +24,7 @@ TOP_K = "model.top_k"
 def tabulate(argv: Sequence[str]) -> list[Table]:
     """The table of all groups together."""
     args = make_report_parser("studies.growth", __doc__).parse_args(argv)
-    return [tabulate_growth(read_report(args).groups)]
+    return [tabulate_growth(read_with_notes(args).groups)]
 
 
 def tabulate_growth(groups: Sequence[Group]) -> Table:

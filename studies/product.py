@@ -12,15 +12,15 @@ from matplotlib.figure import Figure
 
 from report.__main__ import make_report_parser
 from report.groups import Group
-from report.page import read_report
 from report.pictures import collect_means
 from report.style import choose_style
+from studies.command import read_with_notes
 
 
 def plot(argv: Sequence[str]) -> Figure:
     """The picture of the first group."""
     args = make_report_parser("studies.product", __doc__).parse_args(argv)
-    return plot_product(read_report(args).groups[0])
+    return plot_product(read_with_notes(args).groups[0])
 
 
 def plot_product(group: Group) -> Figure:

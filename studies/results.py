@@ -9,6 +9,7 @@ other measures, without --over, of at most six variants; with three seeds, the v
 with the baseline, one family. A picture is the report's first.
 """
 
+import lzma
 import re
 import shlex
 import tarfile
@@ -20,7 +21,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from common.command import build_parser, command, run_command
-from common.files import write_atomic
+from common.files import check_regular, write_atomic
+from common.text import first_line
 from report import tables
 from report.__main__ import make_report_parser
 from report.blocks import Table
@@ -50,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         for archive in sorted(RECORDS.glob("*.tar.xz")):
-            with tarfile.open(archive) as file:
-                file.extractall(folder, filter="data")  # runs/NAME, without their weights
+            extract_runs(archive, Path(folder))
         fill = partial(fill_command, folder=Path(folder), draw=not args.check)
         for page in PAGES:
             before = (DOCS / page).read_text()
@@ -63,6 +64,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not args.check:
                 write_atomic(DOCS / page, text)
                 print(f"wrote docs/{page}")
+
+
+def extract_runs(archive: Path, folder: Path) -> None:
+    """Extract runs/NAME, without their weights, into a folder.
+
+    Raises:
+        ValueError: the archive is damaged.
+    """
+    check_regular(archive)
+    try:
+        with tarfile.open(archive) as file:
+            file.extractall(folder, filter="data")
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        reason = first_line(error)
+        raise ValueError(f"{archive}: cannot be read ({reason}); take it from git again") from None
 
 
 def fill_command(match: re.Match, folder: Path, draw: bool) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field
 
 import configure
+from common.files import check_regular
 from configure.schema import KEYS, Section, select_keys
 from data.bins import sha256_of
 from gate_norm import score_deviation
@@ -78,6 +79,7 @@ def load_protocol(file: str) -> Protocol:
     Raises:
         ValueError: they are wrong, or a key has another value than FILE.json beside it lists.
     """
+    check_regular(Path(file))
     table = tomllib.loads(Path(file).read_text()).get("track", {})
     runs = Path(configure.load(file).run.dir, f"track-{Path(file).stem}")
     own = {"file": file, "sha256": "", "runs": runs, "records": RECORDS / Path(file).stem}
@@ -90,7 +92,7 @@ def load_protocol(file: str) -> Protocol:
         fixed.append({key: attrgetter(key)(config) for key in KEYS if key not in FREE})
     listed = Path(file).with_suffix(".json")
     if listed.exists():  # keys that are newer than the edition are not in it
-        now, fixed = fixed, json.loads(listed.read_text())
+        now, fixed = fixed, read_fixed_keys(listed, len(fixed))
         for rung, settings in enumerate(fixed):
             for key, value in settings.items():
                 if now[rung].get(key) != value:
@@ -98,6 +100,19 @@ def load_protocol(file: str) -> Protocol:
                     raise ValueError(f"{change} as in {listed}: set file or default back")
     rules = {key: value for key, value in table.items() if key != "entries"}
     return protocol.model_copy(update={"sha256": sha256_of([rules, fixed])})
+
+
+def read_fixed_keys(path: Path, n_rungs: int) -> list[dict[str, Any]]:
+    """Read {key: value} of each rung; ValueError if the file is damaged."""
+    check_regular(path)
+    try:
+        fixed = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON: {error}; take it from git again") from None
+    is_list = isinstance(fixed, list) and all(isinstance(settings, dict) for settings in fixed)
+    if not is_list or len(fixed) != n_rungs:
+        raise ValueError(f"{path}: not the keys of {n_rungs} rungs; take it from git again")
+    return fixed
 
 
 class Task(NamedTuple):
