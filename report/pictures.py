@@ -300,12 +300,15 @@ class Chart:
         late = points[points[:, 0] >= points[:, 0].max() / 4]
         length = np.ptp([*points[:, 1], *zero])
         is_swallowed = not self.group.key and length > 2 * np.ptp([*late[:, 1], *zero])
+        self.is_log = is_swallowed and not self.is_difference
+        if self.is_log and points[:, 0].max() > 0:
+            points = points[points[:, 0] > 0]  # a logarithmic axis has no step 0
         shown = late if is_swallowed and self.is_difference else points
         low = np.nanmin([*shown[:, 1:].flat, *zero])
         high = np.nanmax([*shown[:, 1:].flat, *zero])
-        if is_swallowed and not self.is_difference:
-            self.is_log = True
-            high = min(high, max(line[0, 3] for line in self.lines.values()))
+        if self.is_log:
+            first_points = points[points[:, 0] == points[:, 0].min()]
+            high = min(high, np.nanmax(first_points[:, 1:]))
         margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
         self.limits = (low - margin, high + margin)
         notes = []
@@ -420,8 +423,10 @@ class Chart:
     def scale_steps(self, axes: Axes) -> None:
         """Few ticks, and logarithmic steps where the start would swallow the rest."""
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        steps = np.concatenate([line[:, 0] for line in self.lines.values()])
+        margin = 0.05 * np.ptp(steps) or 1.0
+        axes.set_xlim(steps.min() - margin, steps.max() + margin)  # shifted lines do not set it
         if self.is_log:
-            steps = np.concatenate([line[:, 0] for line in self.lines.values()])
             first_step = steps[steps > 0].min()  # a young run may have step 0 alone
             subs = (1, 2, 5) if steps.max() < 50 * first_step else (1,)
             axes.set_xscale("log")
@@ -486,8 +491,10 @@ def scale_key_axis(axes: Axes, group: Group) -> None:
     """
     smallest = min(abs(x) for x in group.xs if x)
     axes.set_xscale("symlog", base=2, linscale=0.5, linthresh=smallest)
-    axes.margins(x=0.08)
     places = axes.transScale.transform([(x, 0) for x in group.xs])[:, 0]
+    margin = 0.08 * np.ptp(places)
+    ends = [(places.min() - margin, 0), (places.max() + margin, 0)]
+    axes.set_xlim(axes.transScale.inverted().transform(ends)[:, 0])  # shifted lines do not set it
     characters = 32 * (places - places[0]) / np.ptp(places)  # that an axis has room for
     texts = []
     end = -math.inf

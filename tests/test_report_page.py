@@ -123,18 +123,19 @@ def list_texts(figure):
     return [text for text in texts if text.get_visible() and text.get_text()]
 
 
-@pytest.mark.parametrize("shape", ["many", "over", "options"])
+@pytest.mark.parametrize("shape", ["many", "few", "over", "options"])
 def test_pictures_can_be_read(tmp_path, shape):
     """By what is drawn: all in the frame, text of 11 pixels on a phone, no label on another."""
     routers = dict.fromkeys(list(ROUTERS) if shape == "many" else ["kern", "tanh"], 2.2)
     values = ["0"] if shape == "many" else ["0.25", "0.5", "1", "2", "3", "9", "10", "16"]
     group_key = "model.gate_norm" if shape == "over" else None
-    if shape == "options":
-        values = ["1", "2"]
+    if shape in ("few", "options"):
+        values = ["1", "2"] if shape == "options" else ["0"]
+    points = 6 if shape == "few" else 20  # few have bars, not bands
     runs = []
     for x in values:
         runs += make_seeds(
-            tmp_path / x, routers, 3, [f"model.gate_norm={x}"], noise=0.03, points=20
+            tmp_path / x, routers, 3, [f"model.gate_norm={x}"], noise=0.03, points=points
         )
     (group,) = load_groups(*runs, key=group_key)
     panels = pictures.list_loss_panels(group, "kern")
@@ -175,10 +176,20 @@ def check_frame(panel, axes):
     if "load of each" in panel.title or "at the end" in panel.title:
         return
     for line in axes.get_lines():
-        check_clipped(line.get_xydata(), low, high, list_notes(axes))
+        points = drop_off_axis(axes, line.get_xydata())
+        if len(points) > 2:  # not the line at 0, nor a ring
+            pixels = line.get_transform().transform(points)[:, 0]
+            assert axes.bbox.x0 - 1 <= pixels.min() and pixels.max() <= axes.bbox.x1 + 1
+            assert np.ptp(pixels) > axes.bbox.width / 2  # no frame of empty space
+        check_clipped(points, low, high, list_notes(axes))
     for collection in axes.collections:
         for path in collection.get_paths():
-            check_clipped(path.vertices, low, high, list_notes(axes))
+            check_clipped(drop_off_axis(axes, path.vertices), low, high, list_notes(axes))
+
+
+def drop_off_axis(axes, points):
+    """Points without step 0 where steps are logarithmic."""
+    return points[points[:, 0] > 0] if axes.get_xscale() == "log" else points
 
 
 def check_clipped(points, low, high, notes):
