@@ -242,7 +242,7 @@ def list_model_lines(model: Model) -> Iterator[Line]:
     ratio = "half the width: quickstart.toml" if is_small else "4 times the width: the paper's 125M"
     yield Line("model.n_layer", model.n_layer, "largest shape with 20 tokens per active parameter")
     yield Line(
-        "model.n_embd", model.n_embd, "32 channels a layer below 512, then 64: nanochat's dial"
+        "model.n_embd", model.n_embd, "ours; 64 channels a layer from 512 on, as in nanochat"
     )
     yield Line("model.n_head", model.n_head, "32 channels a head below 512, then 64: the paper's")
     yield Line("model.n_expert", model.n_expert, "arXiv 2509.25913, table of models")
