@@ -494,7 +494,8 @@ def scale_key_axis(axes: Axes, group: Group) -> None:
     places = axes.transScale.transform([(x, 0) for x in group.xs])[:, 0]
     margin = 0.08 * np.ptp(places)
     ends = [(places.min() - margin, 0), (places.max() + margin, 0)]
-    axes.set_xlim(axes.transScale.inverted().transform(ends)[:, 0])  # shifted lines do not set it
+    left, right = axes.transScale.inverted().transform(ends)[:, 0]
+    axes.set_xlim(left, right)  # shifted lines do not set it
     characters = 32 * (places - places[0]) / np.ptp(places)  # that an axis has room for
     texts = []
     end = -math.inf
