@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from common.files import write_atomic
+from common.files import check_regular, write_atomic
 from common.text import Table, markdown_table
 from report.comparisons import correct_holm
 from track.contest import (
@@ -190,6 +190,7 @@ def format_measures(record: Record) -> dict[str, str]:
 def read_extra_rows(protocol: Protocol) -> list[dict[str, Any]]:
     """Rows that are no entries: the n-gram of track/ngram.py."""
     file = protocol.records / "ngram.tsv"
+    check_regular(file)
     if not file.exists():
         return []
     row = {"router": "n-gram"}
@@ -218,6 +219,7 @@ def write_tables(protocol: Protocol, records: Sequence[Record]) -> None:
         ValueError: a page lacks the marks.
     """
     for page, table in build_pages(protocol, records).items():
+        check_regular(page)
         before, begin_mark, rest = page.read_text().partition(BEGIN)
         _, end_mark, after = rest.partition(END)
         if not (begin_mark and end_mark):
