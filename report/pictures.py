@@ -88,7 +88,10 @@ def list_loss_panels(group: Group, baseline: str) -> list[Panel]:
         draws |= of_variant
     title = f"validation loss, {group.shown_runs[0].unit}"
     panels = Chart(group, baseline, title, losses, marks_best=bool(group.key)).list_panels()
-    title = f"minus {baseline}'s, 95% over {' or '.join(sorted(draws, reverse=True))}"
+    draws.discard("")  # of a single seed without documents: no interval
+    title = f"minus {baseline}'s"
+    if draws:
+        title += f", 95% over {' or '.join(sorted(draws, reverse=True))}"
     beside = Chart(group, baseline, title, differences, is_difference=True).list_panels()
     ordered = []
     for options, panel in panels.items():
@@ -227,7 +230,7 @@ def collect_differences(
     for x, difference in differences.items():
         if difference is not None:
             points.append((x, difference.mean, difference.low, difference.high))
-            draws.add(difference.over or "nothing")
+            draws.add(difference.over)
     return build_line(points, [] if group.key else [*variant.runs, *base.runs]), draws
 
 
