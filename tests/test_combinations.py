@@ -5,7 +5,6 @@ run's own weights, so that errors do not add up; moments, selection biases and m
 Which experts a token chose is taken from the run, and must be the best by the reference's scores.
 """
 
-import math
 import random
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -146,8 +145,7 @@ FORBIDDEN = [
 class Limits(NamedTuple):
     """Largest errors under a type, relative to a value's norm.
 
-    Gradients of half precision are not compared here: near 0 it turns KERN's ReLU on and off, by
-    other amounts on other processors, and float16 overflows until the loss scale has fallen.
+    Half precision only tells a factor from an error: near 0 it turns KERN's ReLU on and off.
     """
 
     loss: float
@@ -158,8 +156,8 @@ class Limits(NamedTuple):
 
 LIMITS = {
     "float32": Limits(loss=1e-5, gradient=2e-4, choice=1e-4, tokens=1.0),
-    "bfloat16": Limits(loss=0.02, gradient=math.inf, choice=0.1, tokens=0.9),
-    "float16": Limits(loss=0.01, gradient=math.inf, choice=0.1, tokens=0.9),
+    "bfloat16": Limits(loss=0.02, gradient=0.45, choice=0.1, tokens=0.9),
+    "float16": Limits(loss=0.01, gradient=0.45, choice=0.1, tokens=0.9),
 }
 
 
@@ -396,8 +394,7 @@ def compare_losses(config, step, weights, line, limits):
     for name, gradient in gradients.items():
         if gradient is None:
             gradient = torch.zeros_like(weights[name])
-        if math.isfinite(limits.gradient):
-            assert_close(step.gradients[name], gradient, limits.gradient, name, floor=0.01 * size)
+        assert_close(step.gradients[name], gradient, limits.gradient, name, floor=0.01 * size)
     assert line["train/loss"] == pytest.approx(
         np.mean([row[0] for row in results]), rel=limits.loss
     )
@@ -499,6 +496,6 @@ def test_every_step_is_the_references(folder, number, monkeypatch):
     row = ROWS[number]
     config = load(folder, number, row, *find_start(folder, number, row))
     if SHARE < 1 and config.train.dtype != "float32":
-        pytest.skip("half precision may overflow with another seed or processor")
+        pytest.skip("half precision's limits hold for the default seed, which the whole suite runs")
     recorder = record(config, 2 if row["stop"] == "once" else 0)
     compare(config, recorder, metrics(config))
