@@ -222,13 +222,17 @@ class GPT(nn.Module):
         self.lm_head = None
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.init_weights()
+        if not self.wte.weight.is_meta:
+            self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self) -> None:
+    def init_weights(
+        self, draw: Callable[[Tensor, float, float], object] = nn.init.normal_
+    ) -> None:
         """As GPT-2: N(0, init_std²), residual projections divided by √(2L).
 
-        Norms and γ stay 1, biases 0.
+        Norms and γ are 1, biases 0. `draw` fills a parameter with numbers of a mean and a standard
+        deviation.
         """
         for name, p in self.named_parameters():
             if p.dim() > 1:
@@ -237,9 +241,9 @@ class GPT(nn.Module):
                     std /= math.sqrt(2 * self.config.n_layer)
                 elif name.endswith("router.weight"):
                     std *= self.config.router_init_ratio
-                nn.init.normal_(p, std=std)
-            elif name.endswith("bias"):
-                p.zero_()
+                draw(p, 0.0, std)
+            else:
+                p.fill_(0 if name.endswith("bias") else 1)
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, past: KVCache | None = None

@@ -32,6 +32,7 @@ from hf.weight_files import read_json, read_tensors
 from model import GPT
 from router import Router, find_spec
 from runtime import RankError, RunError, distributed, folder
+from runtime.parallel import copy_shard
 
 NANOGPT_FILE = "ckpt.pt"
 NANOGPT_REMEDY = (
@@ -57,12 +58,12 @@ class Weights(NamedTuple):
         Raises RunError, on all ranks, if the model then differs between ranks.
         """
         own = model.state_dict()
+        checksum = 0
         while self.state:
             name, tensor = self.state.popitem()
-            own[name][: len(tensor)].copy_(tensor)
-        checksum = 0
-        for tensor in own.values():
+            tensor = tensor.to(own[name].dtype)
             checksum += int(tensor.view(torch.int32).sum(dtype=torch.int64))
+            copy_shard(tensor, own[name])
         if len(set(distributed.gather(checksum, ranks.control))) > 1:
             raise RunError(
                 "train.init_from holds different weights on different ranks: "

@@ -8,7 +8,8 @@ one micro-batch.
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from common.text import first_line
@@ -66,6 +69,62 @@ def holds_weights(parallel: str, accumulates: bool) -> bool:
     return parallel == "zero2" or (parallel == "hsdp" and not accumulates)
 
 
+@contextmanager
+def without_parameters() -> Iterator[None]:
+    """Build modules in this context with parameters that have a shape and no memory.
+
+    A module loses its parameters to the meta device when its parent gets it. Until then its
+    constructor works as usual, so it draws the same random numbers. Buffers keep their values.
+    """
+
+    def drop_parameters(_: nn.Module, name: str, module: nn.Module | None) -> None:
+        own = {} if module is None else dict(module.named_parameters(recurse=False))
+        for key, p in own.items():
+            setattr(module, key, nn.Parameter(p.to("meta"), p.requires_grad))
+
+    handle = register_module_module_registration_hook(drop_parameters)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def allocate_parameters(module: nn.Module, device: torch.device) -> None:
+    """Move a module to `device`; parameters without memory, or this rank's shards, become zeros."""
+
+    def allocate(tensor: Tensor) -> Tensor:
+        return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    module._apply(allocate)
+
+
+@torch.no_grad()
+def draw_normal(p: Tensor, mean: float, std: float) -> None:
+    """`nn.init.normal_` of the full tensor on the CPU, so that each device and rank has its values.
+
+    A sharded `p` gets its part of them.
+    """
+    full = p
+    if isinstance(p, DTensor) or p.device.type != "cpu":
+        full = torch.empty(p.shape, dtype=p.dtype, device="cpu")
+    nn.init.normal_(full, mean, std)
+    if full is not p:
+        copy_shard(full, p)
+
+
+@torch.no_grad()
+def copy_shard(full: Tensor, p: Tensor) -> None:
+    """Copy `full` into `p`, or the part that belongs to this rank's shard of `p`.
+
+    If `full` has fewer rows, the last rows of `p` stay as they are.
+    """
+    own = local_part(p.detach())
+    if isinstance(p, DTensor):
+        _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+        full = full[offset[0] : offset[0] + len(own)]
+    own[: len(full)].copy_(full)
+
+
 def distribute(
     model: GPT,
     parallel: str,
@@ -75,11 +134,12 @@ def distribute(
     accumulates: bool = True,
     reduce_dtype: torch.dtype = torch.float32,
     expert_parallel: int = 1,
+    initialize: Callable[[GPT], object] = lambda model: None,
 ) -> nn.Module:
     """Move `model` to the device, shard or wrap it in place; returns the module to call instead.
 
     Args:
-        model: equal on all ranks.
+        model: equal on all ranks, or built `without_parameters`.
         parallel: "ddp" wraps it if there are several ranks; "zero2" and "fsdp" shard it over all
             ranks, "hsdp" over the ranks of a node, with a replica on each node.
         ranks: this rank and the others.
@@ -88,6 +148,7 @@ def distribute(
         accumulates: a step has several micro-batches.
         reduce_dtype: the type that gradients are summed in over ranks.
         expert_parallel: consecutive ranks that share one set of experts.
+        initialize: gives the model's parameters, sharded on the device, their values.
     """
     if compile:
         compile_blocks(model)
@@ -95,12 +156,15 @@ def distribute(
     if expert_parallel > 1:
         mesh = build_expert_mesh(parallel, ranks, expert_parallel)
         share_experts(model, mesh["expert"], ranks.device)
-    if parallel == "ddp":
-        runner = _replicate(model.to(ranks.device), ranks, reduce_dtype, mesh)
-    else:
+    if parallel != "ddp":
         hold = holds_weights(parallel, accumulates)
         _shard(model, parallel, ranks, dtype, hold, reduce_dtype, mesh)
-        runner = model
+    if parallel == "ddp" or model.head.is_meta:
+        allocate_parameters(model, ranks.device)
+    initialize(model)
+    runner: nn.Module = model
+    if parallel == "ddp":
+        runner = _replicate(model, ranks, reduce_dtype, mesh)
     if mesh is not None and "replicate" in (mesh.mesh_dim_names or ()):
         group = mesh.get_group("replicate")
         average_gradients(runner, expert_parameters(model), group, ranks.world_size, reduce_dtype)
@@ -167,7 +231,9 @@ def share_experts(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
         if not isinstance(mixture, MoE):
             continue
         for name, p in list(mixture.experts.named_parameters()):
-            own = p.detach().chunk(mesh.size())[mesh.get_local_rank()].to(device, copy=True)
+            own = p.detach().chunk(mesh.size())[mesh.get_local_rank()]
+            if not own.is_meta:
+                own = own.to(device, copy=True)
             shard = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
             setattr(mixture.experts, name, nn.Parameter(shard))
         n_expert = len(mixture.router.weight)
@@ -259,7 +325,8 @@ def try_compiling(
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for block in kinds.values():
-                trial = copy.deepcopy(block).to(device)
+                trial = copy.deepcopy(block)
+                allocate_parameters(trial, device)
                 trial.compile()
                 inputs = torch.zeros(*shape, model.config.n_embd, device=device, requires_grad=True)
                 idx = torch.zeros(shape, dtype=torch.int64, device=device)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +27,12 @@ from runtime.optimizers import Optimizers, build_optimizer, choose_copy_dtype, m
 from runtime.parallel import (
     Compute,
     distribute,
+    draw_normal,
     full_tensor,
     local_part,
     try_compiling,
     warm_up_ddp_buckets,
+    without_parameters,
 )
 from runtime.preflight import Data, InitialWeights, Plan
 from runtime.settings import check_model_settings, describe_model_settings
@@ -282,25 +285,31 @@ def force_balance(model: GPT) -> None:
             block.mlp.router.round_robin = True
 
 
-def build_model(
-    config: Config,
-    document_token: int | None,
-    initial_weights: InitialWeights | None,
-    ranks: Ranks,
-) -> GPT:
-    """The model with its initial weights, equal on all ranks, on the CPU."""
+def build_model(config: Config, document_token: int | None) -> GPT:
+    """The model on the CPU, with shapes of parameters in place of parameters."""
     torch.manual_seed(config.run.seed)
-    model = GPT(config.model)
-    if config.optim.transfer != "none":
-        scale_initial_weights(model, config.optim)
+    with without_parameters():
+        model = GPT(config.model)
     if config.train.force_balance:
         force_balance(model)
     model.document_token = document_token
     for block in model.blocks:
         block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
+    return model
+
+
+def initialize(
+    config: Config, initial_weights: InitialWeights | None, ranks: Ranks, model: GPT
+) -> None:
+    """Give the parameters of `build_model`, on their device and sharded, their initial values.
+
+    They are drawn one tensor at a time, and equal for any number of ranks.
+    """
+    model.init_weights(draw_normal)
+    if config.optim.transfer != "none":
+        scale_initial_weights(model, config.optim)
     if initial_weights:
         initial_weights.load_into(model, ranks)
-    return model
 
 
 def choose_compiling(model: GPT, config: Config, compute: Compute, ranks: Ranks) -> bool:
@@ -327,7 +336,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     path = checkpoint.folder_of(start.checkpoints, start.step)
     check_model_settings(config, start.metadata, path)
     threads = distributed.choose_threads(plan.device, start.metadata.get("threads"))
-    model = build_model(config, plan.data.document_token, plan.initial_weights, ranks)
+    model = build_model(config, plan.data.document_token)
     mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoE)]
     selection_bias = SelectionBias(mixtures, train)
 
@@ -348,6 +357,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         accumulates=plan.accumulation > 1,
         reduce_dtype=getattr(torch, train.reduce_dtype),
         expert_parallel=plan.expert_parallel,
+        initialize=partial(initialize, config, plan.initial_weights, ranks),
     )
     if plan.initial_weights:
         batches = RankBatches(plan.data.loader, plan.accumulation, train.micro_batch_size, ranks)

@@ -11,7 +11,8 @@ from configure.schema import Model, Optim
 from model import GPT
 from runtime.distributed import Ranks
 from runtime.optimizers import build_optimizer, find_group
-from runtime.state import build_model
+from runtime.parallel import allocate_parameters
+from runtime.state import build_model, initialize
 from studies.coordinates import (
     BASE,
     LEARNED,
@@ -55,7 +56,11 @@ ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 
 
 def build(model: Model, optim: Optim) -> GPT:
-    return build_model(Config(model=model, optim=optim), None, None, ONE_RANK)
+    config = Config(model=model, optim=optim)
+    gpt = build_model(config, None)
+    allocate_parameters(gpt, ONE_RANK.device)
+    initialize(config, None, ONE_RANK, gpt)
+    return gpt
 
 
 @pytest.mark.parametrize(
