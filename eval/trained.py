@@ -2,7 +2,9 @@
 
 import argparse
 import sys
-from contextlib import redirect_stdout, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,20 +24,28 @@ from data.bins import (
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
 from runtime import RunError, check_is_run, checkpoint, distributed
+from runtime.checkpoint import LazyTensors
 from runtime.metrics import read_metrics
+from runtime.parallel import without_parameters
 from runtime.settings import check_model_settings
 
 
 class Trained(NamedTuple):
     """A model and its origin."""
 
-    model: GPT  # on the CPU, in evaluation mode
+    model: GPT  # on the CPU, in evaluation mode; with `lazy`, without memory for parameters
     config: configure.Config
     step: int
     average: int  # number of checkpoints averaged, the last one at `step`; 1: no averaging
     metadata: dict[str, Any]  # in the checkpoint: sha256 of data and tokenizer, the wandb id
     folder: Path  # runs/<name>
     ema: bool = False  # True if the weights are the running mean (train.ema_decay)
+    lazy: LazyTensors | None = None  # the weights, if they stay in the checkpoint
+
+    @property
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """The model's weights and buffers."""
+        return self.model.state_dict() if self.lazy is None else self.lazy
 
     @property
     def label(self) -> str:
@@ -96,7 +106,11 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
 
 
 def load_model(
-    folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False
+    folder: str | Path,
+    step: int | None = None,
+    average: int = 1,
+    ema: bool = False,
+    lazy: bool = False,
 ) -> Trained:
     """Load the model of a run.
 
@@ -105,6 +119,7 @@ def load_model(
         step: of the checkpoint; by default the last.
         average: load the mean of this many checkpoints up to `step`, summed in fp64.
         ema: load the running mean (train.ema_decay) in place of the weights.
+        lazy: read no weights; `Trained.state` then reads each when it is needed.
 
     Raises:
         ValueError: the folder is not a run; a checkpoint is missing or damaged; or the run has no
@@ -120,6 +135,56 @@ def load_model(
             f"{folder}: trained with train.force_balance = true, to measure speed: experts were "
             "chosen in turn, so its losses say nothing; train with --train.force_balance=false"
         )
+    _check_mean(config, folder, average, ema)
+    checkpoints = folder / "checkpoints"
+    steps = _choose_steps(folder, step, average)
+    for chosen in steps:
+        _check_settings(config, checkpoint.folder_of(checkpoints, chosen))
+    with without_parameters() if lazy else nullcontext():
+        model = GPT(config.model).eval().requires_grad_(False)
+    state = None
+    if lazy:
+        state, metadata = _open_states(checkpoints, steps, model, ema)
+    else:
+        metadata = checkpoint.restore_weights(checkpoints, steps[-1], model, ema)
+    bias = checkpoint.describe_ema_bias(metadata, config.train.ema_decay, steps[-1]) if ema else ""
+    if bias:
+        print(f"warning: {folder}: {bias}; use a later checkpoint, --average K or no --ema")
+    if average > 1 and not lazy:
+        sums = {name: tensor.double() for name, tensor in model.state_dict().items()}
+        for other in steps[:-1]:
+            checkpoint.restore_weights(checkpoints, other, model)
+            for name, tensor in model.state_dict().items():
+                sums[name] += tensor
+        model.load_state_dict({name: total / average for name, total in sums.items()})
+    if config.data.document_mask:
+        model.document_token = metadata["document_token"]
+    return Trained(model, config, steps[-1], average, metadata, folder, ema, state)
+
+
+def _open_states(
+    checkpoints: Path, steps: list[int], model: GPT, ema: bool
+) -> tuple[LazyTensors, dict[str, Any]]:
+    """The weights at the last of `steps`, or their mean over all, and the last one's metadata."""
+    last, metadata = checkpoint.open_weights(checkpoints, steps[-1], model, ema)
+    others = []
+    for step in steps[:-1]:
+        others.append(checkpoint.open_weights(checkpoints, step, model)[0])
+
+    def average(name: str) -> torch.Tensor:
+        tensor = last[name]
+        total = tensor.double()
+        for other in others:
+            total += other[name]
+        return (total / len(steps)).to(tensor.dtype)
+
+    if not others:
+        return last, metadata
+    return LazyTensors({name: partial(average, name) for name in last}), metadata
+
+
+def _check_mean(config: configure.Config, folder: Path, average: int, ema: bool) -> None:
+    """Raise RunError if the run has no mean as asked for."""
     if ema and not config.train.ema_decay:
         raise RunError(
             f"--ema: {folder} has no EMA of its weights (train.ema_decay = 0); leave --ema out, "
@@ -130,25 +195,6 @@ def load_model(
             f"--ema with --average {average}: the weights can be one mean or the other; "
             f"leave one out"
         )
-    checkpoints = folder / "checkpoints"
-    steps = _choose_steps(folder, step, average)
-    for chosen in steps:
-        _check_settings(config, checkpoint.folder_of(checkpoints, chosen))
-    model = GPT(config.model).eval().requires_grad_(False)
-    metadata = checkpoint.restore_weights(checkpoints, steps[-1], model, ema)
-    bias = checkpoint.describe_ema_bias(metadata, config.train.ema_decay, steps[-1]) if ema else ""
-    if bias:
-        print(f"warning: {folder}: {bias}; use a later checkpoint, --average K or no --ema")
-    if average > 1:
-        sums = {name: tensor.double() for name, tensor in model.state_dict().items()}
-        for other in steps[:-1]:
-            checkpoint.restore_weights(checkpoints, other, model)
-            for name, tensor in model.state_dict().items():
-                sums[name] += tensor
-        model.load_state_dict({name: total / average for name, total in sums.items()})
-    if config.data.document_mask:
-        model.document_token = metadata["document_token"]
-    return Trained(model, config, steps[-1], average, metadata, folder, ema)
 
 
 def _check_settings(config: configure.Config, path: Path) -> None:
@@ -211,7 +257,11 @@ def _check_tokenizer(trained: Trained, folder: Path) -> None:
 
 
 def load_run(
-    folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False
+    folder: str | Path,
+    step: int | None = None,
+    average: int = 1,
+    ema: bool = False,
+    lazy: bool = False,
 ) -> tuple[Trained, Tokenizer]:
     """Load a run's model, see `load_model`, and its tokenizer.
 
@@ -221,7 +271,7 @@ def load_run(
         ValueError: as for `load_model`; the set in data.dir has another tokenizer; or both set and
             tokenizer are missing.
     """
-    trained = load_model(folder, step, average, ema)
+    trained = load_model(folder, step, average, ema, lazy)
     folders = trained.config.data.folders
     for data in folders:
         if (data / "meta.json").is_file():

@@ -69,6 +69,12 @@ def _rename(name: str, names: Mapping[str, str]) -> str:
     return f"{renamed}.{EXPERT_NAMES.get(leaf, leaf)}"
 
 
+def name_block(name: str) -> str:
+    """The block of a weight, or the weight's own name outside of blocks."""
+    block = re.match(r"blocks\.\d+", name)
+    return block[0] if block else name
+
+
 def _is_gated(name: str, state: State) -> bool:
     """Return True for the w_in of a gated MLP or of gated experts, twice as large as w_out."""
     if not name.endswith((".w_in", ".w_in.weight")):
@@ -145,8 +151,8 @@ class Format:
             misfits.append(f"model.router = {model.router}")
         return misfits
 
-    def unify_names(self, state: State) -> dict[str, Tensor]:
-        """Weights by the names of `from_own`; `state` has the names of a file."""
+    def unify_names(self, state: Settings) -> dict[str, Any]:
+        """Weights, or anything else, by the names of `from_own`; `state` has a file's names."""
         return dict(state)
 
     def from_own(self, state: State) -> dict[str, Tensor]:
@@ -264,7 +270,7 @@ class GPT2(Format):
             misfits.append(f"model.n_kv_head = {model.n_kv_head}")
         return misfits
 
-    def unify_names(self, state: State) -> dict[str, Tensor]:
+    def unify_names(self, state: Settings) -> dict[str, Any]:
         """Add the prefix that OpenAI's files lack, and drop the causal masks of older files."""
         unified = {}
         for name, tensor in state.items():

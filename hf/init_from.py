@@ -6,8 +6,8 @@ resumes from its own checkpoint does not read them. Reading them executes nothin
 
 import json
 import re
-from collections.abc import Collection, Iterator
-from functools import reduce
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from data.bins import Meta, describe_faults, fingerprint, open_tokenizer, read_m
 from data.tokenizer import TOKENIZER_FILE
 from eval.trained import load_model
 from gate_norm import gate_scale
-from hf.formats import BUFFERS, FORMATS, Format, dense_width
+from hf.formats import BUFFERS, FORMATS, Format, dense_width, name_block
 from hf.match_gates import match_gates, take_routers
 from hf.tokenizer_files import make_vocabulary
 from hf.upcycle import find_overrides, is_upcycled, upcycle
@@ -32,6 +32,7 @@ from hf.weight_files import read_json, read_tensors
 from model import GPT
 from router import Router, find_spec
 from runtime import RankError, RunError, distributed, folder
+from runtime.checkpoint import LazyTensors
 from runtime.parallel import copy_shard
 
 NANOGPT_FILE = "ckpt.pt"
@@ -47,7 +48,7 @@ class Weights(NamedTuple):
     """Weights that were checked and fit a GPT of the run's model."""
 
     # by model.py's names; an embedding may have fewer rows than the run's model
-    state: dict[str, Tensor]
+    state: MutableMapping[str, Tensor]
     notes: list[str]  # to print: where they come from, and what the run's model does differently
     routers: dict[str, Router]  # by name, the old routers that the run's model replaces
 
@@ -64,6 +65,7 @@ class Weights(NamedTuple):
             tensor = tensor.to(own[name].dtype)
             checksum += int(tensor.view(torch.int32).sum(dtype=torch.int64))
             copy_shard(tensor, own[name])
+            del tensor  # before the next is read
         if len(set(distributed.gather(checksum, ranks.control))) > 1:
             raise RunError(
                 "train.init_from holds different weights on different ranks: "
@@ -92,7 +94,7 @@ class Source(NamedTuple):
 
     description: str  # such as "a run at step 4"
     model: Model
-    state: dict[str, Tensor]  # by model.py's names
+    state: MutableMapping[str, Tensor]  # by model.py's names
     notes: list[str]  # on differences in computation
 
 
@@ -160,7 +162,7 @@ def _list_overrides(source: Source, model: Model) -> list[str]:
     return overrides
 
 
-def _has_biases(state: dict[str, Tensor]) -> bool:
+def _has_biases(state: Mapping[str, Tensor]) -> bool:
     """Return True if a bias outside routers is not 0. GPT-2 has biases, which may all be 0."""
     names = [name for name in state if name.endswith(".bias") and "router" not in name]
     return any(state[name].any() for name in names)
@@ -197,7 +199,9 @@ def _find_changes(old: Model, model: Model) -> dict[str, str]:
     return changes
 
 
-def _fit_state(state: dict[str, Tensor], model: Model, changes: Collection[str]) -> list[str]:
+def _fit_state(
+    state: MutableMapping[str, Tensor], model: Model, changes: Collection[str]
+) -> list[str]:
     """Reduce `state` to the state of a GPT of `model`.
 
     Args:
@@ -262,20 +266,21 @@ def _read_folder(place: Path, model: Model, data: Path) -> Source:
             "contains neither a config.json of transformers nor a run's config.toml; give a folder "
             "that transformers or scripts.export wrote, or a run such as runs/quickstart-kern"
         )
-    for name, tensor in source.state.items():
-        if not tensor.isfinite().all():
+    for name in source.state:
+        if not source.state[name].isfinite().all():
             raise RunError(f"{name} contains NaN or Inf; use other weights")
     return source
 
 
 def _read_run(place: Path, data: Path) -> Source:
     """The last checkpoint of a run."""
-    trained = load_model(place)
+    trained = load_model(place, lazy=True)
+    assert trained.lazy is not None
     meta = read_meta(data)
     if trained.metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
         raise _wrong_tokenizer("another", data, meta)
     description = f"a run at step {trained.step}"
-    return Source(description, trained.config.model, trained.model.state_dict(), [])
+    return Source(description, trained.config.model, trained.lazy, [])
 
 
 def _read_transformers(place: Path, model: Model, data: Path) -> Source:
@@ -290,7 +295,7 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Source:
     form = FORMATS[kind]
     described = _read_model(form, settings, model.top_k)
     tensors, notes = read_tensors(place, settings)
-    tensors = form.unify_names(tensors)
+    tensors = LazyTensors(form.unify_names(tensors.makers))
     # older files have it, too, where it is the embedding
     head = tensors.pop("lm_head.weight", None) if described.tie_embeddings else None
     shapes = _meta_state(described)
@@ -311,22 +316,28 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Source:
     return Source(f"a model of class {form.architecture}", described, state, notes)
 
 
-def _convert(
-    tensors: dict[str, Tensor], form: Format, shapes: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Move `tensors`, named as in `form`, into a state of model.py with the names of `shapes`.
+def _convert(tensors: LazyTensors, form: Format, shapes: dict[str, Tensor]) -> LazyTensors:
+    """`tensors`, named as in `form`, as a state of model.py with the names of `shapes`.
 
-    Empties `tensors`, so that the weights are never in memory twice.
+    A tensor is converted when it is read.
     """
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     widest = reduce(torch.promote_types, dtypes)
-    state = {}
+    blocks: dict[str, dict[str, Tensor]] = {}  # `from_own` looks at other weights of a block
     for name, meta in shapes.items():
+        blocks.setdefault(name_block(name), {})[name] = meta
+
+    def convert(name: str) -> Tensor:
+        meta = shapes[name]
         dtype = widest if meta.is_floating_point() else meta.dtype
-        state[name] = torch.empty(meta.shape, dtype=dtype)
-    for name, view in form.from_own(state).items():
-        view.copy_(tensors.pop(name))
-    return state
+        tensor = torch.empty(meta.shape, dtype=dtype)
+        block = blocks[name_block(name)] | {name: tensor}
+        for theirs, view in form.from_own(block).items():
+            if not view.is_meta:
+                view.copy_(tensors[theirs])
+        return tensor
+
+    return LazyTensors({name: partial(convert, name) for name in shapes})
 
 
 def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
@@ -355,9 +366,9 @@ def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
     return model
 
 
-def _check_shapes(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def _check_shapes(tensors: Mapping[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Raise RunError unless `tensors` have the names and shapes of `expected` and valid values."""
-    for name in expected | tensors:
+    for name in dict.fromkeys([*expected, *tensors]):
         shape = tuple(tensors[name].shape) if name in tensors else "missing"
         wanted = tuple(expected[name].shape) if name in expected else "none"
         if shape != wanted:

@@ -6,7 +6,7 @@ is scaled.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from itertools import islice
 from typing import Any
 
@@ -23,7 +23,7 @@ TOKENS = 2**13  # at least, to measure the gates of a new router; not measured h
 
 
 def take_routers(
-    state: dict[str, Tensor], source: Model, model: Model
+    state: MutableMapping[str, Tensor], source: Model, model: Model
 ) -> tuple[dict[str, Router], list[str]]:
     """Copy the routers that `model` replaces, and centre W if only the old ones ignore a shift.
 
@@ -46,9 +46,9 @@ def take_routers(
     for layer in range(source.n_dense_layer, source.n_layer):
         name = f"blocks.{layer}.mlp.router"
         own = {}
-        for key, tensor in state.items():
+        for key in state:
             if key.startswith(f"{name}."):
-                own[key.removeprefix(f"{name}.")] = tensor
+                own[key.removeprefix(f"{name}.")] = state[key]
         router = build_router(source, layer).requires_grad_(False)
         router.load_state_dict(own, strict=False)  # weights of other projects have no buffers
         routers[name] = router
@@ -60,7 +60,7 @@ def take_routers(
     return routers, [f"{note}{source.router} ignores that, {model.router} does not"]
 
 
-def _centre_router(state: dict[str, Tensor], name: str) -> None:
+def _centre_router(state: MutableMapping[str, Tensor], name: str) -> None:
     for key in (f"{name}.weight", f"{name}.bias"):  # (E, C), (E,)
         if key in state:
             exact = state[key].double()

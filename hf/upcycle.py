@@ -9,6 +9,7 @@ output times Σg/S, and w_out is multiplied by S/E[Σg]. That is the dense funct
 for all tokens, as after l1 over topk.
 """
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def find_overrides(source: Model, model: Model) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def upcycle(config: Config, source: Model, state: dict[str, Tensor]) -> str:
+def upcycle(config: Config, source: Model, state: MutableMapping[str, Tensor]) -> str:
     """Replace the MLPs in `state`, weights of `source`, by experts, and add routers.
 
     Routers are drawn from run.seed. Returns a note with the losses before and after.
@@ -115,7 +116,9 @@ def split_into_slices(w_in: Tensor, w_out: Tensor, n_slice: int) -> tuple[Tensor
 
 
 @torch.no_grad()
-def _measure_loss(config: Config, source: Model, model: Model, state: dict[str, Tensor]) -> float:
+def _measure_loss(
+    config: Config, source: Model, model: Model, state: MutableMapping[str, Tensor]
+) -> float:
     """Loss, nats per token, of `model` with weights `state` on validation windows, on the CPU."""
     T = config.model.block_size
     tokens = [open_tokens(folder, "val") for folder in config.data.folders]

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from runtime import RunError
+from runtime.checkpoint import LazyTensors
 
 ONE_FILE = "model.safetensors"
 INDEX_ENDING = ".safetensors.index.json"
@@ -32,26 +34,32 @@ ANY_WEIGHTS = re.compile(
 )
 
 
-def read_tensors(place: Path, settings: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    """Read the weights of a folder.
+def read_tensors(place: Path, settings: dict[str, Any]) -> tuple[LazyTensors, list[str]]:
+    """Check the files with the weights of a folder, one after another.
 
     Args:
         place: the folder.
         settings: its config.json.
 
     Returns:
-        Tensors by name, and a note on files that were not read, if there are any.
+        Tensors by name, which are read when they are needed, and a note on files that were not
+        read, if there are any.
 
     Raises:
         RunError: a file is missing or damaged, two files differ on a tensor, or from_pretrained
             would add what is not read here.
     """
     source, files = find_weights(place, settings)
-    tensors: dict[str, Tensor] = {}
+    tensors = LazyTensors({})
+    open_file = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))
+
+    def read_tensor(path: Path, name: str) -> Tensor:
+        return open_file(path).get_tensor(name)
+
     origin: dict[str, str] = {}  # file of a tensor
     for file in files:
         try:
-            read = load_file(place / file)
+            read = load_file(place / file)  # mapped to memory, not copied
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file} cannot be read ({error}); download it again") from error
         check_digest(place / file, read)
@@ -62,8 +70,10 @@ def read_tensors(place: Path, settings: dict[str, Any]) -> tuple[dict[str, Tenso
                     f"{name} differs between {origin[name]} and {file}, so they were not saved "
                     f"together (from_pretrained would use the last); download all files again"
                 )
-        tensors.update(read)
+        for name in read:
+            tensors.makers[name] = partial(read_tensor, place / file, name)
         origin.update(dict.fromkeys(read, file))
+        del read  # before the next file is mapped
     strays = _list_strays(place, {source, *files})
     if not strays:
         return tensors, []

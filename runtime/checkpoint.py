@@ -20,9 +20,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -491,19 +492,79 @@ def restore_weights(
         RunError: it is damaged, or does not fit the model.
     """
     path = folder_of(folder, step)
+    metadata = _verify_for_use(path)
+    weights = get_model_state_dict(model)
+    _fill_weights(path, weights, ema)
+    model.load_state_dict(weights)
+    return metadata
+
+
+def open_weights(
+    folder: str | Path, step: int, model: nn.Module, ema: bool = False
+) -> tuple["LazyTensors", dict[str, Any]]:
+    """What `restore_weights` restores, tensor by tensor: `model` only has names and shapes.
+
+    Returns:
+        Weights and buffers, or with `ema` their running mean, and the checkpoint's metadata.
+
+    Raises:
+        RunError: it is damaged; later, if it does not fit the model.
+    """
+    path = folder_of(folder, step)
+    metadata = _verify_for_use(path)
+    shapes = model.state_dict()
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty_like(shapes[name], device="cpu")
+        _fill_weights(path, {name: tensor}, ema)
+        return tensor
+
+    return LazyTensors({name: partial(read, name) for name in shapes}), metadata
+
+
+def _verify_for_use(path: Path) -> dict[str, Any]:
+    """The metadata of the checkpoint `path`. Raises RunError if it is damaged."""
     try:
-        metadata = verify(path)["facts"]
+        return verify(path)["facts"]
     except DamagedError as error:
         raise RunError(
             f"{error}; use another step, or remove {path} and start the run again"
         ) from None
-    weights = get_model_state_dict(model)
+
+
+def _fill_weights(path: Path, weights: dict[str, Any], ema: bool) -> None:
     if ema:
         _fill_tensors(path, {"run": {"ema": weights}})
     else:
         _fill_tensors(path, {"model": weights})
-    model.load_state_dict(weights)
-    return metadata
+
+
+class LazyTensors(MutableMapping[str, Tensor]):
+    """Tensors by name; each is made when it is read, and again when it is read again.
+
+    So a state larger than the host's memory can be converted tensor by tensor.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self.makers = dict(makers)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.makers[name]()
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self.makers[name] = lambda: tensor
+
+    def __delitem__(self, name: str) -> None:
+        del self.makers[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.makers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.makers)
+
+    def __len__(self) -> int:
+        return len(self.makers)
 
 
 def describe_ema_bias(metadata: dict[str, Any], decay: float, step: int) -> str:

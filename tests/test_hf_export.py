@@ -35,6 +35,7 @@ from hf.export import export
 from hf.export.export import CODE, choose_form, export_run
 from hf.formats import FORMATS
 from hf.tokenizer_files import find_merges, write_tokenizer
+from hf.weight_files import read_tensors
 from model import GPT, count_parameters
 from router import ROUTERS, hash_table
 from runtime import folder
@@ -818,6 +819,22 @@ def test_other_weights_behind_a_link(run, tmp_path, call):
         "the mean of 2 checkpoints up to step 4, in bfloat16" in card
         and "results of the mean" in card
     )
+
+
+@pytest.mark.parametrize("average", [1, 2])
+def test_an_export_in_several_files(run, tmp_path, monkeypatch, call, average):
+    """Of a run that is read block by block: the weights of `load_model`."""
+    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
+    call(export.main, run, tmp_path / "out", "--average", average)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files == [f"model-0000{number}.safetensors" for number in range(1, 6)]
+    own = load_model(run, average=average).model
+    tensors, notes = read_tensors(tmp_path / "out", {})
+    wanted = FORMATS["nanokern"].from_own(own.state_dict())
+    assert notes == [] and tensors.keys() == wanted.keys()
+    assert all(tensor.equal(tensors[name]) for name, tensor in wanted.items())
+    idx = random_ids(1, 30)
+    assert_near(load(tmp_path / "out")(idx).logits, logits_of(own, idx), NEAR)
 
 
 def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch, call):

@@ -4,10 +4,11 @@
     python -m scripts.export runs/quickstart-kern OUT --check    load it again, compare with the run
     model = AutoModelForCausalLM.from_pretrained("OUT", trust_remote_code=True)
 
-OUT holds model.safetensors, config.json, generation_config.json, the tokenizer's files, README.md
-(a model card) and config.toml (the run's settings). A dense model with learned positions is written
-as a GPT-2, a mixture that OLMoE, Qwen3-MoE or Mixtral computes as one of these, any other with the
-code it needs. The exit code of --check is 1 if something differs.
+OUT holds model.safetensors (above 5 GB several files and an index), config.json,
+generation_config.json, the tokenizer's files, README.md (a model card) and config.toml (the run's
+settings). A dense model with learned positions is written as a GPT-2, a mixture that OLMoE,
+Qwen3-MoE or Mixtral computes as one of these, any other with the code it needs. The exit code of
+--check is 1 if something differs.
 """
 
 import json
@@ -15,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +32,9 @@ from common.text import first_line, markdown_table
 from configure.schema import Model
 from data.tokenizer import Tokenizer, token_bytes
 from eval.trained import Trained, add_run_arguments, load_run
-from hf.formats import FORMATS, OPEN_MOES
+from hf.formats import FORMATS, OPEN_MOES, name_block
 from hf.tokenizer_files import write_json, write_tokenizer
-from hf.weight_files import DIGEST, ONE_FILE, hash_tensors
+from hf.weight_files import DIGEST, INDEX, ONE_FILE, hash_tensors
 from model import GPT, count_parameters
 from router import Router, find_spec
 from runtime import RunError
@@ -67,6 +68,7 @@ LIMIT_OF_MOES = 1e-4
 # 3 dtypes): up to 1.05, and 1.54 in transformers' mixtures, whose routers compute in the dtype.
 LIMIT_OF_ROUNDING = 2
 LIMIT_OF_ROUNDING_OF_MOES = 4
+FILE_BYTES = 5_000_000_000  # of weights in a file; so many are in memory at a time
 WINDOWS = 4  # prompts of --check
 NEW_TOKENS = 16  # generated for each prompt
 ODD_TEXTS = [
@@ -136,13 +138,10 @@ def export_run(
             f"eval.downstream, eval.val_loss), or train with --data.document_mask=false"
         )
     model = trained.config.model
-    weights = trained.model.state_dict()
-    biased = any(bias.any() for name, bias in weights.items() if name.endswith("selection_bias"))
+    weights = trained.state
+    biases = [weights[name] for name in weights if name.endswith("selection_bias")]
+    biased = any(bias.any() for bias in biases)
     form = choose_form(form, model, biased)
-    rounded = round_weights(weights, DTYPES[dtype], form)
-    state = {}
-    for name, tensor in FORMATS[form].from_own(rounded).items():
-        state[name] = tensor.contiguous()
 
     ends = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos", "pad")}
     config = {
@@ -165,15 +164,13 @@ def export_run(
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
         folder = Path(private, out.name)
         folder.mkdir()  # readable by others, unlike its parent
-        # transformers needs "pt"
-        labels = {"format": "pt", DIGEST: hash_tensors(state)}
         try:
-            save_file(state, folder / ONE_FILE, labels)
+            files = write_weights(weights, folder, form, DTYPES[dtype])
         except SafetensorError as error:  # also a full disk
             raise RunError(f"{out}: its weights cannot be written ({error}); make room") from error
         write_json(folder / "config.json", config)
-        # safetensors writes 0600
-        shutil.copymode(folder / "config.json", folder / ONE_FILE)
+        for file in files:  # safetensors writes 0600
+            shutil.copymode(folder / "config.json", file)
         write_json(folder / "generation_config.json", generation)
         write_tokenizer(tokenizer, folder, model.block_size)
         shutil.copy(trained.folder / "config.toml", folder)
@@ -182,6 +179,62 @@ def export_run(
                 shutil.copyfile(REPO_ROOT / source, folder / name)
         (folder / "README.md").write_text(format_card(trained, form, dtype), "utf-8")
         folder.rename(out)
+
+
+def write_weights(
+    weights: Mapping[str, Tensor], folder: Path, form: str, dtype: torch.dtype
+) -> list[Path]:
+    """Write model.safetensors, or several files and their index if FILE_BYTES are not enough.
+
+    Args:
+        weights: state of the run's model.
+        folder: of the export.
+        form: a key of FORMATS.
+        dtype: of the export.
+
+    Returns:
+        The files of weights.
+    """
+    paths = []
+    total_size = 0
+    weight_map = {}
+    for part in convert_in_parts(weights, form, dtype):
+        path = folder / f"model-{len(paths) + 1:05}.safetensors"
+        # transformers needs "pt"
+        save_file(part, path, {"format": "pt", DIGEST: hash_tensors(part)})
+        paths.append(path)
+        total_size += sum(tensor.nbytes for tensor in part.values())
+        weight_map.update(dict.fromkeys(part, path.name))
+        del part
+    if len(paths) == 1:
+        return [paths[0].rename(folder / ONE_FILE)]
+    write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+    return paths
+
+
+def convert_in_parts(
+    weights: Mapping[str, Tensor], form: str, dtype: torch.dtype
+) -> Iterator[dict[str, Tensor]]:
+    """Yield weights by the names of the export in parts of up to FILE_BYTES, or of a block.
+
+    Arguments as for `write_weights`.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name in weights:
+        blocks.setdefault(name_block(name), []).append(name)
+    part: dict[str, Tensor] = {}
+    part_size = 0
+    for names in blocks.values():
+        block = round_weights({name: weights[name] for name in names}, dtype, form)
+        block_size = sum(tensor.nbytes for tensor in block.values())
+        if part and part_size + block_size > FILE_BYTES:
+            yield part
+            part = {}
+            part_size = 0
+        for name, tensor in FORMATS[form].from_own(block).items():
+            part[name] = tensor.contiguous()
+        part_size += block_size
+    yield part
 
 
 def round_weights(weights: dict[str, Tensor], dtype: torch.dtype, form: str) -> dict[str, Tensor]:
@@ -449,7 +502,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.check:
         require_packages("transformers", requirements="requirements-dev.txt")
-    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
+    # to compare, the model itself is needed
+    lazy = not args.check
+    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema, lazy)
     export_run(trained, tokenizer, args.out, args.format, args.dtype)
     print(f"{args.out}: {args.run} at step {trained.step}")
     if args.check:
