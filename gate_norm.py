@@ -60,17 +60,21 @@ def own_gate_norm(config: ModelConfig, width: int) -> float:
         return 1.0
     c = monte_carlo_scale(config.n_expert, config.top_k) if spec.c == "monte_carlo" else spec.c
     tau = config.init_std * config.router_init_ratio * math.sqrt(width)
-    return c * math.sqrt(expected_square(spec, config.n_expert, config.top_k, tau))
+    groups = (config.router_groups, config.router_group_k)
+    return c * math.sqrt(expected_square(spec, config.n_expert, config.top_k, tau, groups))
 
 
-def expected_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float) -> float:
+def expected_square(
+    spec: RouterSpec, n_expert: int, top_k: int, tau: float, groups: tuple[int, int] = (1, 1)
+) -> float:
     """E Σ g² of a fresh router with c = 1 and logits N(0, τ²).
 
-    By quadrature where there is a formula, else sampled.
+    By quadrature where there is a formula, else sampled. `groups` are n_group and group_k.
     """
     form = replace(spec, c=1.0, gamma=False, bias=False)  # γ is initialised at 1, b at 0
-    if tau > 6:  # the quadrature's grid is too coarse, and e^9τ overflows in the end
-        return sample_square(form, n_expert, top_k, tau)
+    # The quadrature's grid is too coarse for tau > 6, where e^9τ overflows in the end.
+    if tau > 6 or groups[1] < groups[0]:
+        return sample_square(form, n_expert, top_k, tau, groups)
     for name in (*NUMERATORS, *ELEMENTWISE, "softmax"):
         known = ROUTERS[name]
         if known and form == replace(known, gamma=False, bias=False):
@@ -84,14 +88,17 @@ def expected_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float) -> 
 
 @cache
 @torch.no_grad()
-def sample_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float) -> float:
+def sample_square(
+    spec: RouterSpec, n_expert: int, top_k: int, tau: float, groups: tuple[int, int] = (1, 1)
+) -> float:
     """Estimate E Σ g² of `spec` for logits N(0, τ²). Seeded: each call gives the same.
 
     The standard error is PRECISION times the mean, so half of that in the norm.
     """
     # building a router must not change the random numbers that the model's weights get
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        router = Router(n_expert, n_expert, top_k, spec)
+        n_group, group_k = groups
+        router = Router(n_expert, n_expert, top_k, spec, n_group=n_group, group_k=group_k)
         router.weight.copy_(torch.eye(n_expert))
     generator = torch.Generator().manual_seed(0)
     n_token = 2**20 // n_expert + 1  # per round, to bound the memory

@@ -89,7 +89,8 @@ def build_router(config: ModelConfig, layer: int) -> Router:
     table = None
     if layer < config.n_dense_layer + config.n_hash_layer:
         table = hash_table(config.vocab_size, E, K, seed=layer)
-    return Router(config.n_embd, E, K, spec, gate_scale(config), table)
+    groups = (config.router_groups, config.router_group_k)
+    return Router(config.n_embd, E, K, spec, gate_scale(config), table, *groups)
 
 
 class MoE(nn.Module):

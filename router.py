@@ -2,6 +2,8 @@
 
     g = c · γ · post( φ( pre(W x + b) ) ) · 1[ m ∈ TopK(scores + β) ]
 
+With groups of experts, TopK is within a token's best groups (`leave_best_groups`).
+
 KERN ("Understanding the Mixture-of-Experts with Nadaraya-Watson Kernel", arXiv 2509.25913, Sec.
 3.4) is φ = relu after an l2 norm over all logits, times a learnable γ. To add a router, add one
 line to ROUTERS: configs, sweeps and tests find its name there.
@@ -202,6 +204,8 @@ class Router(nn.Module):
         spec: RouterSpec,
         gate_scale: float = 1.0,
         table: Tensor | None = None,
+        n_group: int = 1,
+        group_k: int = 1,
     ) -> None:
         """Build a router of `spec`.
 
@@ -213,14 +217,29 @@ class Router(nn.Module):
             gate_scale: multiplies c, to control the initial scale of the gates.
             table: (V, K) int64, see `hash_table`: each token's id then chooses its experts, and
                 scores only give the gates.
+            n_group: groups of consecutive experts.
+            group_k: groups that a token's experts are chosen from, see `leave_best_groups`.
 
         Raises:
-            ValueError: top_k is not between 1 and n_expert.
+            ValueError: top_k is not between 1 and n_expert, or the groups are not equal or have
+                fewer than top_k experts.
         """
         super().__init__()
         if not 1 <= top_k <= n_expert:
             raise ValueError(f"top_k {top_k} must lie between 1 and n_expert {n_expert}")
+        if n_expert % n_group or not 1 <= group_k <= n_group:
+            raise ValueError(
+                f"n_group {n_group} must divide n_expert {n_expert}, and group_k {group_k} must "
+                f"lie between 1 and n_group"
+            )
+        if top_k > group_k * (n_expert // n_group):
+            raise ValueError(
+                f"top_k {top_k} is more than the {group_k * (n_expert // n_group)} experts of "
+                f"group_k {group_k} groups"
+            )
         self.top_k = top_k
+        self.n_group = n_group
+        self.group_k = group_k
         self.spec = spec
         self.fused: Fused | None = None  # `kernels.route`: computes the same faster, where it can
         self.linear: Linear = F.linear  # or `kernels.linear`: as exact, faster on a GPU
@@ -277,6 +296,8 @@ class Router(nn.Module):
     def _choose_fused(self, logits: Tensor, n_sequence: int) -> Routing | None:
         """What `choose` gives, by `fused`, with statistics; None where that cannot compute it."""
         assert self.fused is not None
+        if self.group_k < self.n_group:
+            return None  # the kernel knows no groups
         formula = (self.spec.phi, self.spec.pre, self.spec.post)
         bias, c, gamma = self.selection_bias, self.c, self.gamma
         out = self.fused(logits, bias, c, gamma, formula, self.top_k, n_sequence)
@@ -301,7 +322,10 @@ class Router(nn.Module):
             scores = normalize(scores, spec.post)
 
         if experts is None:
-            experts = top_k_indices(scores + self.selection_bias, self.top_k)  # (N, K)
+            shifted = scores + self.selection_bias
+            if self.group_k < self.n_group:
+                shifted = leave_best_groups(shifted, self.n_group, self.group_k)
+            experts = top_k_indices(shifted, self.top_k)  # (N, K)
         elif experts.shape != (len(logits), self.top_k):
             raise ValueError(
                 f"experts to replay are {tuple(experts.shape)}, (tokens, top_k) are "
@@ -322,6 +346,8 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"top_k={self.top_k}, {self.spec}"
+        if self.n_group > 1:
+            text += f", within {self.group_k} of {self.n_group} groups"
         return text if self.hash_table is None else f"{text}, by token id"
 
 
@@ -414,6 +440,31 @@ def top_k_indices(scores: Tensor, k: int) -> Tensor:
     reversed_index = torch.arange(n_expert - 1, -1, -1, device=scores.device)
     keys = order.long().mul_(2**32).add_(reversed_index)  # in half the time of << and |
     return torch.topk(keys, k, dim=-1).indices
+
+
+@torch.no_grad()
+def leave_best_groups(scores: Tensor, n_group: int, group_k: int) -> Tensor:
+    """Set scores to -inf except in each token's best groups of experts.
+
+    A group's score is the sum of its two largest scores; ties go to the lower group. It bounds the
+    ranks that a token travels to (train.expert_parallel).
+
+    Args:
+        scores: (N, E) selection scores s + β.
+        n_group: groups of E / n_group consecutive experts.
+        group_k: groups that are left.
+
+    Returns:
+        (N, E).
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), Sec. 2.1.2, and its code.
+    """
+    groups = scores.unflatten(-1, (n_group, -1))  # (N, n_group, E / n_group)
+    two_largest = groups.topk(min(2, groups.shape[-1]), dim=-1).values
+    best = top_k_indices(two_largest.sum(-1), group_k)  # (N, group_k)
+    is_left = torch.zeros(groups.shape[:2], dtype=torch.bool, device=scores.device)
+    is_left.scatter_(1, best, True)
+    return groups.masked_fill(~is_left.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 @cache

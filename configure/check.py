@@ -97,6 +97,7 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
         *_check_expert_parallel(config.model, config.train),
         *_check_forced_balance(config),
         *_check_warmup(config),
+        *_check_router_groups(config.model, config.train),
         *_check_tasks(config),
         *_check_branch(config.train, config.optim),
         *_check_transfer(config),
@@ -172,6 +173,41 @@ def _check_experts(model: Model) -> Iterator[str]:
         yield (
             f"model.n_hash_layer = {model.n_hash_layer} is more than the {with_experts} with "
             f"experts; set --model.n_hash_layer={with_experts}"
+        )
+
+
+def _check_router_groups(model: Model, train: Train) -> Iterator[str]:
+    groups = model.router_groups
+    group_k = model.router_group_k
+    if model.router == "dense" or groups == group_k == 1:
+        return
+    chosen = f"model.router_groups = {groups}"
+    if model.n_hash_layer:
+        yield (
+            f"{chosen}: the layers of model.n_hash_layer = {model.n_hash_layer} choose no experts "
+            "by scores; set --model.n_hash_layer=0"
+        )
+    if model.n_expert % groups:
+        yield (
+            f"{chosen} does not divide model.n_expert = {model.n_expert}; "
+            f"set --model.router_groups={gcd(model.n_expert, groups)}"
+        )
+    elif group_k > groups:
+        yield (
+            f"model.router_group_k = {group_k} is more than {chosen}; "
+            f"set --model.router_group_k={groups}"
+        )
+    elif model.top_k > group_k * (model.n_expert // groups):
+        size = model.n_expert // groups
+        yield (
+            f"model.top_k = {model.top_k} is more than the {group_k * size} experts of "
+            f"model.router_group_k = {group_k} groups of {size}; "
+            f"set --model.router_group_k={-(-model.top_k // size)}"
+        )
+    if train.bias_update == "quantile":
+        yield (
+            f"train.bias_update = quantile: {chosen} chooses experts by no one threshold, whose "
+            "quantile it needs; set --train.bias_update=sign"
         )
 
 

@@ -162,6 +162,26 @@ class Model(Section):
         routing_shape=True,
         other_names="topk num_experts_per_tok",
     )
+    router_groups: int = key(
+        1,
+        "groups of consecutive experts; a token chooses within its best router_group_k groups, by "
+        "the sum of a group's two largest selection scores (DeepSeek-V3), which torch operators "
+        "compute also on a GPU; 1 disables",
+        ge=1,
+        le=2**10,
+        report="option",
+        exported=True,
+        other_names="n_group num_expert_group",
+    )
+    router_group_k: int = key(
+        1,
+        "groups that a token's experts are chosen from",
+        ge=1,
+        le=2**10,
+        report="option",
+        exported=True,
+        other_names="topk_group",
+    )
     expert_hidden: int = key(384, "hidden width of one expert", ge=1, le=2**17, exported=True)
     activation: Literal["gelu", "silu"] = key(
         "gelu",

@@ -198,6 +198,7 @@ class NanoKern(Format):
     """Any model, computed by modeling_nanokern.py."""
 
     architecture = "NanoKernForCausalLM"
+    optional = ("router_groups", "router_group_k")  # younger than the first exports
     keys = {key: key for key in select_model_keys("exported")}
     keys |= SHARED_KEYS
     keys["expert_hidden"] = "moe_intermediate_size"
@@ -308,6 +309,8 @@ OPEN_BLOCK = {
     "n_shared_expert": 0,
     "n_dense_layer": 0,
     "n_hash_layer": 0,
+    "router_groups": 1,
+    "router_group_k": 1,
     "dropout": 0.0,
 }
 

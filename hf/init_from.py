@@ -189,6 +189,7 @@ def _find_changes(old: Model, model: Model) -> dict[str, str]:
     settings = ["norm_eps"]
     if find_spec(old.router) is not None:  # the weights have routers
         settings = ["router", "top_k", "n_hash_layer", "gate_scale", "norm_eps"]
+        settings += ["router_groups", "router_group_k"]
     changes = {}
     for key in settings:
         # model.gate_norm determines the scale, too

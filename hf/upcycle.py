@@ -40,6 +40,9 @@ def find_overrides(source: Model, model: Model) -> dict[str, Any]:
     for key in ("n_shared_expert", "n_dense_layer", "n_hash_layer"):
         if getattr(model, key):
             needed[key] = 0
+    for key in ("router_groups", "router_group_k"):
+        if getattr(model, key) > 1:
+            needed[key] = 1
     n_slice, remainder = divmod(width, model.expert_hidden)
     if remainder or E % n_slice or K % n_slice:
         # K slices keep the number of active parameters

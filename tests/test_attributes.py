@@ -25,7 +25,8 @@ log.interval log.wandb log.project log.group log.tensorboard
 """
 # What variants of one group may differ in.
 OPTIONS = """
-model.router model.n_hash_layer model.gate_scale model.gate_norm train.dtype train.balance_loss_coef
+model.router model.n_hash_layer model.router_groups model.router_group_k
+model.gate_scale model.gate_norm train.dtype train.balance_loss_coef
 train.balance_loss_scope train.z_loss_coef train.bias_update train.bias_update_rate
 optim.router_lr_ratio optim.expert_out_lr_ratio
 """

@@ -200,6 +200,39 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
             1,
         ),
         (
+            "--model.router_groups=6",
+            1,
+            "model.router_groups = 6 does not divide model.n_expert = 64; "
+            "set --model.router_groups=2",
+            1,
+        ),
+        (
+            "--model.router_groups=4 --model.router_group_k=5",
+            1,
+            "model.router_group_k = 5 is more than model.router_groups = 4; "
+            "set --model.router_group_k=4",
+            1,
+        ),
+        (
+            "--model.router_groups=16 --model.router_group_k=1",
+            1,
+            "model.top_k = 8 is more than the 4 experts of model.router_group_k = 1 groups of 4; "
+            "set --model.router_group_k=2",
+            1,
+        ),
+        (
+            "--model.router_groups=4 --model.router_group_k=2 --model.n_hash_layer=1",
+            1,
+            "model.router_groups = 4: the layers of model.n_hash_layer = 1 choose no experts by",
+            1,
+        ),
+        (
+            "--model.router_groups=4 --model.router_group_k=2 --train.bias_update=quantile",
+            1,
+            "train.bias_update = quantile: model.router_groups = 4 chooses experts by no one",
+            1,
+        ),
+        (
             "--model.n_hash_layer=12 --train.balance_loss_coef=1",
             1,
             "model.n_hash_layer = 12 leaves no loads that",

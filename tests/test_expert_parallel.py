@@ -66,7 +66,13 @@ MODELS = {
         "optim.expert_out_lr_ratio=2.0",
     ],
     "quantile": ["model.router=sigmoid", "train.bias_update=quantile", "model.n_dense_layer=1"],
-    "muon": ["model.router=softmax", "optim.name=muon", "train.activation_checkpointing=true"],
+    "muon": [
+        "model.router=softmax",
+        "model.router_groups=4",
+        "model.router_group_k=2",
+        "optim.name=muon",
+        "train.activation_checkpointing=true",
+    ],
     # by dynamo and AOT autograd, without inductor; compared with an eager run
     "compiled": ["model.router=kern", "model.n_shared_expert=1"],
     "one": ["model.router=softmax-renorm"],  # the same two experts get all tokens

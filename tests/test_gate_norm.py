@@ -49,6 +49,27 @@ def test_expectation_against_brute_force(name, n_expert, top_k, tau, monkeypatch
     assert expectation == pytest.approx(squares.mean().item(), abs=4.5 * error, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["softmax", "kern", "kern-after", "sigmoid-renorm"])
+def test_expectation_with_groups(name):
+    """Brute force: 2 of 4 groups of 4 experts, by the sum of two scores."""
+    s = 0.554 * torch.from_numpy(np.random.default_rng(1).standard_normal((40_000, 16)))
+    sums = s.view(-1, 4, 4)
+    if name == "softmax":  # the choice is by the scores
+        sums = sums.exp()
+    elif name == "sigmoid-renorm":
+        sums = 1 / (1 + (-sums).exp())
+    elif name == "kern":
+        sums = sums.relu()
+    sums = sums.sort(descending=True).values[..., :2].sum(-1)
+    best = sums.argsort(dim=1, descending=True, stable=True)[:, :2]
+    left = s.view(-1, 4, 4).gather(1, best[..., None].expand(-1, -1, 4)).flatten(1)
+    top = left.sort(descending=True).values[:, :3]
+    squares = GATES[name](s, top).square().sum(1)
+    expectation = expected_square(ROUTERS[name], 16, 3, 0.554, (4, 2))
+    error = squares.std().item() / math.sqrt(len(s)) + 1e-3 * expectation
+    assert expectation == pytest.approx(squares.mean().item(), abs=4.5 * error)
+
+
 def test_quadrature_where_the_answer_is_known():
     """All gates of a softmax sum to 1; KERN's squares to 1/2; binomials of thousands neither
     overflow nor vanish.

@@ -128,6 +128,7 @@ MODELS += [
     ("model.router=softmax", "model.gate_scale=1.7", "model.pos=rope", "model.bias=true"),
     ("model.router=softmax-renorm", "model.gate_norm=1", *UNTIED),
     ("model.router=dense", "model.pos=rope", *UNTIED),
+    ("model.router=sigmoid-renorm", "model.router_groups=4", "model.router_group_k=2"),
     (*MODERN, "model.router=softmax", "model.qk_norm=all", "model.n_kv_head=2", *UNTIED),
     (
         *MODERN,

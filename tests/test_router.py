@@ -1,12 +1,15 @@
 """Every router against its formula by hand, KERN's properties, the losses that balance experts."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
 from numerics import assert_near, seeded, tolerance
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import router as router_module
@@ -417,6 +420,75 @@ def test_balance_loss_equals_transformers(top_k):
     assert_same_gradients(mine, theirs, [x, router.weight])
 
 
+def choose_in_groups(scores: list[float], n_group: int, group_k: int, top_k: int) -> list[int]:
+    """A token's experts, by a loop: best first, ties to the lower index."""
+    size = len(scores) // n_group
+    sums = []
+    for group in range(n_group):
+        ordered = sorted(scores[group * size : (group + 1) * size], reverse=True)
+        sums.append(sum(ordered[:2]))
+    best = sorted(range(n_group), key=lambda group: (-sums[group], group))[:group_k]
+    allowed = [expert for expert in range(len(scores)) if expert // size in best]
+    return sorted(allowed, key=lambda expert: (-scores[expert], expert))[:top_k]
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("n_group, group_k", [(2, 1), (4, 2), (8, 3), (16, 5)])
+def test_groups_equal_a_loop(name, n_group, group_k):
+    """With β, and with many ties: scores are multiples of 1/4."""
+    groups = {"n_group": n_group, "group_k": group_k}
+    router = Router(E, E, K, find_spec(name), **groups)
+    plain = Router(E, E, K, find_spec(name))
+    plain.load_state_dict(router.state_dict())
+    router.selection_bias.copy_(torch.randint(-2, 3, (E,)) / 4)
+    logits = torch.randint(-4, 5, (N, E)) / 4
+    routing = router.choose(logits)
+    shifted = routing.scores + router.selection_bias
+    if name != "kern-after":  # its scores are the logits
+        assert len(shifted.unique()) < shifted.numel()
+    for token, experts in zip(shifted, routing.experts, strict=True):
+        assert experts.tolist() == choose_in_groups(token.tolist(), n_group, group_k, K)
+    wanted = plain.choose(logits, routing.experts)  # gates are as ever
+    assert torch.equal(routing.weights, wanted.weights)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("ties", [False, True])
+def test_groups_equal_deepseek_v3s(ties):
+    """Experts and gates, with β. With ties between experts, torch.topk may choose others."""
+    sizes = {"n_routed_experts": E, "num_experts_per_tok": K, "hidden_size": C}
+    config = DeepseekV3Config(**sizes, n_group=4, topk_group=2, routed_scaling_factor=1.5)
+    theirs = DeepseekV3TopkRouter(config)
+    router = Router(C, E, K, ROUTERS["sigmoid-renorm"], 1.5, n_group=4, group_k=2)
+    x = torch.randn(N, C)
+    if ties:  # of the experts of a group, whose gates then are equal
+        router.weight.detach().copy_(router.weight[::4].repeat_interleave(4, 0))
+    else:
+        router.selection_bias.copy_(0.3 * torch.randn(E))
+    theirs.weight.detach().copy_(router.weight)
+    theirs.e_score_correction_bias.copy_(router.selection_bias)
+    with torch.no_grad():
+        routing = router(x)
+        _, weights, experts = theirs(x)
+    if ties:
+        experts = experts // 4
+        routing = routing._replace(experts=routing.experts // 4)
+    mine = routing.weights.new_zeros(N, E).scatter_add(1, routing.experts, routing.weights)
+    wanted = weights.new_zeros(N, E).scatter_add(1, experts, weights)
+    assert_same(mine, wanted)
+
+
+def test_the_fused_router_knows_no_groups():
+    """With as many groups as there are, nothing changes, and it computes."""
+    x = torch.randn(N, C)
+    for group_k, calls in ((2, 0), (4, 1)):
+        router = Router(C, E, K, ROUTERS["kern"], n_group=4, group_k=group_k)
+        router.fused = mock.Mock(return_value=None)
+        assert router(x).experts.shape == (N, K)
+        assert router.fused.call_count == calls
+
+
 @pytest.mark.numerics
 def test_z_loss():
     logits, router = torch.randn(N, E), identity_router("kern")
@@ -430,6 +502,11 @@ def test_what_means_nothing_is_refused():
     for top_k in (0, E + 1):
         with pytest.raises(ValueError, match=f"top_k {top_k} must lie between 1 and n_expert {E}"):
             Router(C, E, top_k, ROUTERS["kern"])
+    for n_group, group_k in ((3, 1), (4, 5), (4, 0)):
+        with pytest.raises(ValueError, match=f"n_group {n_group} must divide n_expert {E}, and"):
+            Router(C, E, K, ROUTERS["kern"], n_group=n_group, group_k=group_k)
+    with pytest.raises(ValueError, match="top_k 4 is more than the 2 experts of group_k 1 groups"):
+        Router(C, E, K, ROUTERS["kern"], n_group=8, group_k=1)
 
 
 def test_a_formula_is_the_router_that_it_names():

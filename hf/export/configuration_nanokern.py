@@ -20,6 +20,8 @@ class NanoKernConfig(PretrainedConfig):
             other model; the rest have `n_expert` experts of hidden width `moe_intermediate_size`,
             `num_experts_per_tok` per token, and `n_shared_expert` that every token uses. In the
             first `n_hash_layer` of these the token's id chooses.
+        router_groups: groups of experts; a token's are in its best `router_group_k` groups, see
+            `router.leave_best_groups`.
         gated: MLPs and experts compute hidden_act(gate) * up.
         norm: "layernorm" or "rmsnorm", with `norm_eps`.
         qk_norm: norm of queries and keys: "off", over each "head", or over "all" heads.
@@ -61,6 +63,8 @@ class NanoKernConfig(PretrainedConfig):
     n_shared_expert: int = 0
     n_dense_layer: int = 0
     n_hash_layer: int = 0
+    router_groups: int = 1
+    router_group_k: int = 1
     gate_scale: float = 1.0
     norm: str = "layernorm"
     norm_eps: float = 1e-5

@@ -152,7 +152,8 @@ class NanoKernMoE(nn.Module):
             table = hash_table(config.vocab_size, E, K, seed=layer_idx)
         self.layer_idx = layer_idx
         self.chooses_by_id = table is not None
-        self.router = Router(config.hidden_size, E, K, spec, config.gate_scale, table)
+        groups = (config.router_groups, config.router_group_k)
+        self.router = Router(config.hidden_size, E, K, spec, config.gate_scale, table, *groups)
         self.experts = NanoKernExperts(config)
         shared = config.n_shared_expert * config.moe_intermediate_size
         self.shared_experts = NanoKernMLP(config, shared, bias=False) if shared else None
