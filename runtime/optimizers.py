@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Shard
 
 from attention import Attention
 from configure.schema import Optim
@@ -308,8 +309,8 @@ class Muon(torch.optim.Optimizer):
     decided on the device, which torch.optim.Muon cannot do. The iteration runs in bfloat16 on CUDA,
     as its authors', and in the weights' type on a CPU.
 
-    Under FSDP2 each expert is whole on one rank, which computes its step. Other matrices are
-    gathered for the iteration.
+    Under FSDP2 each expert is whole on one rank, which computes its step. Other matrices are spread
+    over the ranks: with n shards, n matrices of one shape go to one rank each for the iteration.
     """
 
     grad_scale: Tensor
@@ -326,33 +327,88 @@ class Muon(torch.optim.Optimizer):
         """Take a step with the gradients in place. There is no `closure`."""
         take = self.found_inf == 0
         for group in self.param_groups:
+            waiting: dict[torch.Size, list[Tensor]] = {}  # sharded matrices by shape
             for p in group["params"]:
-                state = self.state[p]
-                state["step"] += take.to(state["step"].dtype)
-                self._step_parameter(p, state["exp_avg"], group, take)
+                step = self.state[p]["step"]
+                step += take.to(step.dtype)
+                n = count_shards(p)
+                if n == 1:
+                    self._step_parameters([p], group, take)
+                    continue
+                batch = waiting.setdefault(p.shape, [])
+                batch.append(p)
+                if len(batch) == n:
+                    self._step_parameters(waiting.pop(p.shape), group, take)
+            for batch in waiting.values():
+                self._step_parameters(batch, group, take)
 
-    def _step_parameter(self, p: Tensor, mean: Tensor, group: Group, take: Tensor) -> None:
-        """Change a parameter and its running mean of gradients, if `take`, () bool."""
-        assert p.grad is not None
+    def _step_parameters(self, batch: list[Tensor], group: Group, take: Tensor) -> None:
+        """Change parameters and their running means of gradients, if `take`, () bool.
+
+        Several are sharded matrices of one shape, at most as many as shards.
+        """
         lr, momentum = group["lr"], group["momentum"]
-        weight = local_part(p)
-        old_mean = local_part(mean)
-        gradient = local_part(p.grad) / self.grad_scale
-        new_mean = old_mean.lerp(gradient, 1 - momentum)
-        update = self._compute_update(gradient.lerp(new_mean, momentum), p, lr)
-        new_weight = weight * (1 - lr * group["weight_decay"]) - update
-        old_mean.copy_(torch.where(take, new_mean, old_mean))
-        weight.copy_(torch.where(take, new_weight, weight))
+        new_means = []
+        directions = []
+        for p in batch:
+            assert p.grad is not None
+            gradient = local_part(p.grad) / self.grad_scale
+            new_mean = local_part(self.state[p]["exp_avg"]).lerp(gradient, 1 - momentum)
+            new_means.append(new_mean)
+            directions.append(gradient.lerp(new_mean, momentum))
+        if count_shards(batch[0]) == 1:
+            updates = [self._compute_update(directions[0], batch[0], lr)]
+        else:
+            updates = self._compute_updates(directions, batch, lr)
+        for p, new_mean, update in zip(batch, new_means, updates, strict=True):
+            weight = local_part(p)
+            mean = local_part(self.state[p]["exp_avg"])
+            new_weight = weight * (1 - lr * group["weight_decay"]) - update
+            mean.copy_(torch.where(take, new_mean, mean))
+            weight.copy_(torch.where(take, new_weight, weight))
+
+    def _compute_updates(
+        self, shards: list[Tensor], batch: list[Tensor], lr: float
+    ) -> list[Tensor]:
+        """What this rank's shards lose in a step, from shards of means; rank i computes matrix i.
+
+        Args:
+            shards: this rank's rows of each mean, (A_r, B) each.
+            batch: the parameters, sharded matrices (A, B).
+            lr: the learning rate.
+        """
+        p = batch[0]
+        assert isinstance(p, DTensor)
+        placements = list(p.placements)
+        process_group = p.device_mesh.get_group(placements.index(Shard(0)))
+        rank = dist.get_rank(process_group)
+        n = dist.get_world_size(process_group)
+        size = -(-len(p) // n)  # rows of a shard; the last ones have fewer or none
+        rows = [min(size, max(0, len(p) - size * i)) for i in range(n)]
+        sent = [rows[rank] if i < len(batch) else 0 for i in range(n)]
+        received = rows if rank < len(batch) else [0] * n
+        leaving = torch.cat(shards)
+        full = leaving.new_empty(sum(received), p.shape[1])
+        dist.all_to_all_single(full, leaving, received, sent, process_group)
+        if rank < len(batch):
+            full = self._compute_update(full, batch[rank], lr).contiguous()
+        arriving = torch.empty_like(leaving)
+        dist.all_to_all_single(arriving, full, sent, received, process_group)
+        return list(arriving.view(len(batch), rows[rank], p.shape[1]).unbind())
 
     def _compute_update(self, x: Tensor, p: Tensor, lr: float) -> Tensor:
-        """This rank's shard of what p loses in a step, from x, this rank's shard of the mean."""
+        """What p, or this rank's experts of it, loses in a step, from its mean x."""
         if p not in self.splits:
-            return _scaled_direction(x, p, lr)
+            return scale_direction(x, lr)
         sizes, dim = self.splits[p]
-        updates = []
-        for matrix in _gather(x, p).split(sizes, dim):
-            updates.append(_scaled_direction(matrix, matrix, lr))
-        return _take_shard(torch.cat(updates, dim), p)
+        return torch.cat([scale_direction(matrix, lr) for matrix in x.split(sizes, dim)], dim)
+
+
+def count_shards(p: Tensor) -> int:
+    """Ranks that share each matrix of p; 1 for experts, each of which is whole on one rank."""
+    if p.dim() > 2 or not isinstance(p, DTensor):
+        return 1
+    return p.device_mesh.size(list(p.placements).index(Shard(0)))
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -373,33 +429,8 @@ def orthogonalize(x: Tensor) -> Tensor:
     return wide if is_wide else wide.mT
 
 
-def _scaled_direction(x: Tensor, p: Tensor, lr: float) -> Tensor:
-    """Learning rate times direction for p, a matrix or a stack of them, and x sharded like p."""
-    step_size = lr * 0.2 * max(p.shape[-2:]) ** 0.5
-    return step_size * _orthogonalize_sharded(x, p)
-
-
-def _orthogonalize_sharded(x: Tensor, p: Tensor) -> Tensor:
-    """`orthogonalize` of x, this rank's shard of a tensor that is sharded like p."""
+def scale_direction(x: Tensor, lr: float) -> Tensor:
+    """Learning rate times direction for x, the mean of a matrix or of a stack of them."""
     dtype = torch.bfloat16 if x.device.type == "cuda" else x.dtype
-    direction = orthogonalize(_gather(x, p).to(dtype)).to(x.dtype)
-    return _take_shard(direction, p)
-
-
-def _gather(x: Tensor, p: Tensor) -> Tensor:
-    """Whole matrices from x, this rank's shard of a tensor that is sharded like p."""
-    if p.dim() > 2 or not isinstance(p, DTensor):  # each expert is whole on one rank
-        return x
-    sharded = DTensor.from_local(
-        x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
-    return sharded.full_tensor()
-
-
-def _take_shard(x: Tensor, p: Tensor) -> Tensor:
-    """This rank's shard, as of p, of whole matrices x."""
-    if p.dim() > 2 or not isinstance(p, DTensor):
-        return x
-    mesh = p.device_mesh
-    full = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return full.redistribute(placements=p.placements).to_local()
+    step_size = lr * 0.2 * max(x.shape[-2:]) ** 0.5
+    return step_size * orthogonalize(x.to(dtype)).to(x.dtype)

@@ -5,6 +5,7 @@ The reference trains each matrix, of each expert too, as a parameter of its own.
 
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from torch.func import functional_call
 
 from configure.schema import Model, Optim
 from model import GPT
-from runtime import parallel
+from runtime import optimizers, parallel
 from runtime.distributed import Ranks
 from runtime.optimizers import build_optimizer
 
@@ -136,12 +137,28 @@ def compare(way: str, optim: Optim, ranks: Ranks) -> None:
             assert_near(full, wanted[name], 1e-9, f"{name} after step {step + 1}")
 
 
-def be_a_rank(file: Path) -> None:
-    """A rank of two: each way of sharding in turn."""
+def be_a_rank(file: Path, ways: list[str], local_size: int) -> None:
+    """A rank: each way of sharding in turn."""
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=file.as_uri(), rank=rank, world_size=2)
-    for way in ("ddp", "zero2", "fsdp"):
-        compare(way, Optim(name="muon"), Ranks(rank, 2, torch.device("cpu"), 2))
+    world_size = int(os.environ["WORLD_SIZE"])
+    init = {"init_method": file.as_uri(), "rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", **init)
+    for way in ways:
+        calls = []
+        compute = optimizers.Muon._compute_update
+
+        def count(muon: Any, x: Tensor, p: Tensor, lr: float) -> Tensor:
+            calls.append(p.dim())  # noqa: B023  # called within the iteration
+            return compute(muon, x, p, lr)  # noqa: B023
+
+        with mock.patch.object(optimizers.Muon, "_compute_update", count):
+            ranks = Ranks(rank, world_size, torch.device("cpu"), local_size)
+            compare(way, Optim(name="muon"), ranks)
+        all_calls: list[Any] = [None] * world_size
+        dist.all_gather_object(all_calls, calls.count(2))
+        n_matrix = 8  # qkv and proj of two layers, two of the dense MLP, two of the shared expert
+        copies = world_size if way == "ddp" else world_size // local_size
+        assert sum(all_calls) == N_STEP * n_matrix * copies, (way, all_calls)
     dist.destroy_process_group()
 
 
@@ -154,6 +171,12 @@ def test_each_matrix_is_trained_as_torch_trains_it_alone(split):
 
 @pytest.mark.integration
 @pytest.mark.numerics
-def test_each_matrix_is_trained_so_on_two_ranks(tmp_path):
-    ends = [rank.wait(300) for rank in start_ranks(2, be_a_rank, tmp_path / "store")]
+@pytest.mark.parametrize(
+    "n, ways, local_size",
+    [(2, ["ddp", "zero2", "fsdp"], 2), (3, ["fsdp"], 3), (4, ["hsdp"], 2)],
+)
+def test_each_matrix_is_trained_so_on_several_ranks(tmp_path, n, ways, local_size):
+    """And its iteration is computed once: on one rank, under HSDP on one of each node."""
+    ranks = start_ranks(n, be_a_rank, tmp_path / "store", ways, local_size)
+    ends = [rank.wait(300) for rank in ranks]
     assert all(code == 0 for code, _ in ends), ends
