@@ -1,13 +1,19 @@
 """A plain trainer in float64, written from the documents: what a step of train.py must compute.
 
 It shares no code with the project. Of a run it is given the parsed settings, its weights, its
-batches and the experts that its tokens chose; it computes losses and gradients by autograd, each
-parameter's rate, decay and update, the selection bias and the mean of the weights.
+batches, its routers' logits and the experts that its tokens chose; it computes losses and gradients
+by autograd, each parameter's rate, decay and update, the selection bias and the mean of the
+weights. Given a `Cast`, it rounds where autocast does: how far that moves a result is the error
+that a type allows.
+
+Logits are given because gates are not smooth: near 0 rounding turns KERN's ReLU on and off, and the
+gradient of kern-after grows without limit.
 
 Shapes: B sequences, T positions, C channels, N = B·T tokens, E experts, K of them chosen, H hidden.
 """
 
 import math
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -17,10 +23,18 @@ Weights = dict[str, Tensor]  # float64, by the names of GPT.state_dict()
 EPS = 1e-8
 
 
+class Choice(NamedTuple):
+    """What a router of the run computed."""
+
+    logits: Tensor  # (N, E) float64
+    experts: Tensor  # (N, K) int64
+
+
 class Layer(NamedTuple):
     """The routing of a layer with experts."""
 
-    logits: Tensor  # (N, E)
+    own_logits: Tensor  # (N, E), from the layer's input
+    logits: Tensor  # (N, E), the run's, with the gradient of own_logits
     scores: Tensor  # (N, E)
     gates: Tensor  # (N, K)
     chosen: Tensor  # (N, K) int64
@@ -32,6 +46,48 @@ class Losses(NamedTuple):
     cross_entropy: Tensor
     auxiliary: Tensor
     layers: list[Layer]
+
+
+# ---- half precision
+class Cast:
+    """Rounds a value to `dtype` on the way forward, and its gradient times `scale` on the way back.
+
+    Each number is first moved by up to half a unit of rounding, so that every seed draws another
+    error, where a sum in another order would be rounded to another side.
+    """
+
+    def __init__(self, dtype: torch.dtype, scale: float, seed: int) -> None:
+        self.dtype = dtype
+        self.scale = scale
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x if self.dtype == torch.float64 else _Rounding.apply(x, self)
+
+    def scaled(self, scale: float) -> "Cast":
+        """The same, but for the gradients' scale."""
+        cast = copy(self)
+        cast.scale = scale
+        return cast
+
+    def round(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype) - 0.5
+        moved = x * (1 + torch.finfo(self.dtype).eps * noise)
+        return (moved * scale).to(self.dtype).double() / scale
+
+
+class _Rounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cast):
+        ctx.cast = cast
+        return cast.round(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.cast.round(gradient, ctx.cast.scale), None
+
+
+EXACT = Cast(torch.float64, 1.0, 0)  # no rounding
 
 
 # ---- the model
@@ -88,8 +144,9 @@ def normalize(x, weights, name, model):
     return x + weights.get(f"{name}.bias", 0)
 
 
-def multiply(x, weights, name):
-    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
+def multiply(x, weights, name, cast=EXACT):
+    out = cast(x) @ cast(weights[f"{name}.weight"]).T
+    return cast(out + weights.get(f"{name}.bias", 0))
 
 
 def activate(hidden, model):
@@ -109,12 +166,12 @@ def rotate(x, positions, base):
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
 
-def attend(x, weights, name, model, positions, visible):
+def attend(x, weights, name, model, positions, visible, cast):
     """Attention with its projections, x (B, T, C), of keys that `visible` (B, T, T) allows."""
     B, T, C = x.shape
     size = C // model.n_head
     n_kv = model.n_kv_head or model.n_head
-    q, k, v = multiply(x, weights, f"{name}.qkv").split([C, n_kv * size, n_kv * size], -1)
+    q, k, v = multiply(x, weights, f"{name}.qkv", cast).split([C, n_kv * size, n_kv * size], -1)
     heads = []
     for part, norm in ((q, "q_norm"), (k, "k_norm"), (v, None)):
         if norm and model.qk_norm == "all":
@@ -124,37 +181,44 @@ def attend(x, weights, name, model, positions, visible):
             part = normalize(part, weights, f"{name}.{norm}", model)
         if norm and model.pos == "rope":
             part = rotate(part, positions, model.rope_base)
-        heads.append(part)
+        heads.append(cast(part))
     q, k, v = heads
     out = []
     for head in range(model.n_head):
         own = head // (model.n_head // n_kv)
         scores = q[:, head] @ k[:, own].mT / math.sqrt(size)  # (B, T, T)
-        out.append(scores.masked_fill(~visible, -math.inf).softmax(-1) @ v[:, own])
-    return multiply(torch.cat(out, -1), weights, f"{name}.proj")
+        shares = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        out.append(cast(shares) @ v[:, own])
+    return multiply(torch.cat(out, -1), weights, f"{name}.proj", cast)
 
 
-def mix_experts(x, weights, name, model, chosen):
+def mix_experts(x, weights, name, model, choice, cast):
     """The output (N, C) of a mixture for tokens x (N, C), and its routing."""
-    logits = multiply(x, weights, f"{name}.router")
+    own_logits = multiply(x, weights, f"{name}.router")
+    logits = own_logits + (choice.logits - own_logits).detach()
+    chosen = choice.experts
     find_scores, find_gates = ROUTERS[model.router]
     gates = find_gates(logits, logits.gather(1, chosen))
     if model.router.startswith("kern"):
         gates = ReviveDead.apply(gates, logits.mean(-1, keepdim=True))
     gates = gates * weights[f"{name}.router.c"] * weights.get(f"{name}.router.gamma", 1)
     y = torch.zeros_like(x)
+    tokens = cast(x)
+    w_in = cast(weights[f"{name}.experts.w_in"])
+    w_out = cast(weights[f"{name}.experts.w_out"])
     for expert in range(model.n_expert):
         rows, places = (chosen == expert).nonzero(as_tuple=True)
-        hidden = activate(x[rows] @ weights[f"{name}.experts.w_in"][expert], model)
-        out = hidden @ weights[f"{name}.experts.w_out"][expert]
+        hidden = cast(activate(cast(tokens[rows] @ w_in[expert]), model))
+        out = cast(hidden @ w_out[expert])
         y = y.index_add(0, rows, gates[rows, places, None] * out)
+    y = cast(y)
     if model.n_shared_expert:
-        hidden = activate(multiply(x, weights, f"{name}.shared.w_in"), model)
-        y = y + multiply(hidden, weights, f"{name}.shared.w_out")
-    return y, Layer(logits, find_scores(logits), gates, chosen)
+        hidden = activate(multiply(x, weights, f"{name}.shared.w_in", cast), model)
+        y = y + multiply(hidden, weights, f"{name}.shared.w_out", cast)
+    return y, Layer(own_logits, logits, find_scores(logits), gates, chosen)
 
 
-def compute_loss(config, weights, x, y, chosen, end_of_text):
+def compute_loss(config, weights, x, y, choices, end_of_text, cast=EXACT):
     """Cross-entropy of inputs x and targets y (B, T), and the routing of each layer."""
     model = config.model
     B, T = x.shape
@@ -174,19 +238,22 @@ def compute_loss(config, weights, x, y, chosen, end_of_text):
     for i in range(model.n_layer):
         block = f"blocks.{i}"
         inner = normalize(stream, weights, f"{block}.ln_1", model)
-        stream = stream + attend(inner, weights, f"{block}.attn", model, positions, visible)
+        name = f"{block}.attn"
+        stream = stream + attend(inner, weights, name, model, positions, visible, cast)
         inner = normalize(stream, weights, f"{block}.ln_2", model)
         if f"{block}.mlp.router.weight" in weights:
             tokens = inner.flatten(0, 1)
-            own = chosen[len(layers)]
-            out, layer = mix_experts(tokens, weights, f"{block}.mlp", model, own)
+            choice = choices[len(layers)]
+            out, layer = mix_experts(tokens, weights, f"{block}.mlp", model, choice, cast)
             layers.append(layer)
             stream = stream + out.view_as(stream)
         else:
-            hidden = activate(multiply(inner, weights, f"{block}.mlp.w_in"), model)
-            stream = stream + multiply(hidden, weights, f"{block}.mlp.w_out")
+            hidden = activate(multiply(inner, weights, f"{block}.mlp.w_in", cast), model)
+            stream = stream + multiply(hidden, weights, f"{block}.mlp.w_out", cast)
     head = weights["wte.weight"] if model.tie_embeddings else weights["lm_head.weight"]
-    logits = normalize(stream, weights, "ln_f", model) @ head.T
+    # the LM head's gradients are those of the sum over tokens, without the loss scale
+    cast = cast.scaled(x.numel())
+    logits = cast(cast(normalize(stream, weights, "ln_f", model)) @ cast(head).T)
     probability = logits.log_softmax(-1).gather(-1, y[..., None])
     return -probability.mean(), layers
 
