@@ -1,4 +1,16 @@
-"""Parts of the Triton kernels of experts: products of tiles, and activation functions."""
+"""Parts of the Triton kernels of experts: products of tiles, and activation functions.
+
+Triton's interpreter, in which tests run the kernels on a CPU, is not a GPU. Known differences:
+
+- It keeps NaN in a maximum or minimum of two, truncates float32 to bfloat16, and multiplies the
+  bits of bfloat16. Tests make the first two as on a GPU (tests/interpreter.py); `dot` avoids the
+  third.
+- It runs programs one after another. Kernels use no atomics and no value of another program.
+- It makes no constants of arguments that are 1, and assumes nothing of pointers that are multiples
+  of 16. tests/test_aot.py compiles both.
+- Its exponentials and divisions are exact, its float32 products, too. Tests marked `gpu` compare
+  those of a GPU.
+"""
 
 import triton
 import triton.language as tl

@@ -6,6 +6,7 @@ Without a GPU the Triton kernel runs in the interpreter; test_triton.py tests th
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import like_gpu  # noqa: F401
 from numerics import DEVICE, assert_near, guarded_buffers, seeded, tolerance
 from test_kernels import BytesMade
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import test_kernels
 import torch
+from interpreter import like_gpu  # noqa: F401
 from numerics import DEVICE, assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
 from test_kernels import CASES, FORMS, make_inputs
 
@@ -53,28 +54,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(triton_experts, "ROWS", SMALL.rows)
     monkeypatch.setattr(triton_experts, "FLOAT32_TILE", SMALL)
     return SMALL
-
-
-@pytest.fixture(autouse=True, scope="module")
-def rounded_bfloat16():
-    """The interpreter truncates float32 to bfloat16 where a GPU rounds, which would double the
-    error.
-    """
-    if torch.cuda.is_available():
-        yield
-        return
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    truncate = InterpreterBuilder.create_fp_trunc
-
-    def rounded(self, source, dtype):
-        if dtype.scalar.name != "bf16":
-            return truncate(self, source, dtype)
-        bits = torch.from_numpy(source.data.copy()).bfloat16().view(torch.uint16)
-        return TensorHandle(bits.numpy(), dtype.scalar)
-
-    with mock.patch.object(InterpreterBuilder, "create_fp_trunc", rounded):
-        yield
 
 
 def run_backend(leaves, experts, d_out, backend="triton", **more):

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import like_gpu  # noqa: F401
 from numerics import DEVICE, assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
 
 import kernels

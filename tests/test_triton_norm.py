@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from interpreter import like_gpu  # noqa: F401
 from numerics import DEVICE, assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
 from torch import nn
 

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from interpreter import like_gpu  # noqa: F401
 from numerics import DEVICE, assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
 
 import kernels

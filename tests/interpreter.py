@@ -1,0 +1,44 @@
+"""Triton's interpreter with the arithmetic of a GPU (the differences: kernels/triton_tiles.py)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+
+@contextmanager
+def gpu_arithmetic() -> Iterator[None]:
+    """Within this context maxima and minima drop NaN, and float32 is rounded to bfloat16."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    truncate = InterpreterBuilder.create_fp_trunc
+
+    def round_to(self, source, dtype):
+        if dtype.scalar.name != "bf16":
+            return truncate(self, source, dtype)
+        bits = torch.from_numpy(source.data.copy()).bfloat16().view(torch.uint16)
+        return TensorHandle(bits.numpy(), dtype.scalar)
+
+    with (
+        mock.patch.object(InterpreterBuilder, "create_fp_trunc", round_to),
+        mock.patch.object(
+            InterpreterBuilder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax)
+        ),
+        mock.patch.object(
+            InterpreterBuilder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin)
+        ),
+    ):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def like_gpu() -> Iterator[None]:
+    """`gpu_arithmetic` for all tests of a file that imports this fixture, on a CPU."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with gpu_arithmetic():
+        yield
