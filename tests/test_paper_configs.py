@@ -224,6 +224,7 @@ def test_controls():
     assert {c.model.gate_norm for c in runs("controls_scale")} == {0.594}
 
 
+@pytest.mark.integration
 def test_no_two_runs_of_all_files_share_a_folder():
     owner = {}
     for file in [

@@ -7,9 +7,10 @@ import tarfile
 import tomllib
 from collections import defaultdict
 from fnmatch import fnmatch
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,36 +25,123 @@ ROUTERS = (
 )
 
 
-def read_losses(archive: Path) -> list[tuple[dict, float]]:
-    """(config, last validation loss) of each run in an archive, from its files alone."""
-    runs: dict[str, dict] = defaultdict(dict)
+class Run(NamedTuple):
+    """A run of an archive, from its files alone."""
+
+    folder: str  # runs/NAME
+    settings: dict[str, Any]  # {section.key: value}
+    losses: dict[int, float]  # {step: validation loss}
+
+
+def read_archive(archive: Path) -> list[Run]:
+    """The runs of an archive."""
+    settings: dict[str, dict] = {}
+    losses: dict[str, dict] = {}
     with tarfile.open(archive) as file:
         for member in file:
-            folder, name = member.name.rsplit("/", 1)
+            folder, _, name = member.name.rpartition("/")
             if name == "config.toml":
-                runs[folder]["config"] = tomllib.loads(file.extractfile(member).read().decode())
+                config = tomllib.loads(file.extractfile(member).read().decode())
+                settings[folder] = {}
+                for section, keys in config.items():
+                    settings[folder] |= {f"{section}.{key}": x for key, x in keys.items()}
             elif name == "metrics.jsonl":
-                for line in map(json.loads, file.extractfile(member)):
-                    runs[folder]["loss"] = line.get("val/loss", runs[folder].get("loss"))
-    return [(run["config"], run["loss"]) for run in runs.values()]
+                losses[folder] = {}
+                for text in file.extractfile(member):
+                    if b'"val/loss"' in text:
+                        line = json.loads(text)
+                        losses[folder][line["step"]] = line["val/loss"]
+    return [Run(folder, settings[folder], losses[folder]) for folder in settings]
 
 
-@pytest.mark.parametrize(("name", "key"), [("w_out", "expert_out_lr_ratio"), ("rates", "lr")])
-def test_tables_are_means_of_the_runs_last_losses(name: str, key: str) -> None:
-    cells: dict[tuple, list[float]] = defaultdict(list)
-    for config, loss in read_losses(results.RECORDS / f"{name}.tar.xz"):
-        norm = config["model"]["gate_norm"]
-        shown_norm = f"{norm:g}" if norm else "own"
-        label = f"{config['model']['router']}, gate_norm {shown_norm}"
-        cells[label, config["optim"][key]].append(loss)
-    page = (results.DOCS / "results-tables.md").read_text()
-    table = page.split(f"runs/{name}-* --over optim.{key}`\n\n")[1].split("\n\n")[0].splitlines()
-    head, _, *rows = [line.replace("*", "").strip("|").split("|") for line in table]
-    shown = {}
-    for label, _, *means in rows:
-        for x, mean in zip(head[2:], means, strict=True):
-            shown[label, float(x)] = mean
-    assert shown == {cell: f"{fmean(losses):.4f}" for cell, losses in cells.items()}
+def find_groups(runs: list[Run], key: str | None, x: str) -> list[tuple[str, dict[int, float]]]:
+    """(router, {seed: loss}) of runs that differ by nothing else, where `key` (None: the step) is
+    `x`.
+    """
+    groups: dict[tuple, dict] = defaultdict(dict)
+    shared = set.intersection(*(set(run.settings) for run in runs))  # older runs lack newer keys
+    for run in runs:
+        others = {}
+        for name, value in run.settings.items():
+            if name in shared and not name.startswith(("run.", "log.")) and name != key:
+                others[name] = value
+        if key is None:
+            loss = run.losses.get(int(x.replace(",", "")))
+        else:
+            loss = run.losses[max(run.losses)] if run.settings[key] == float(x) else None
+        if loss is not None:
+            group = run.settings["model.router"].split(",")[0], json.dumps(others, sort_keys=True)
+            groups[group][run.settings["run.seed"]] = loss
+    return [(router, losses) for (router, _), losses in groups.items()]
+
+
+def list_differences(groups: list[tuple[str, dict[int, float]]]) -> set[tuple[str, str]]:
+    """(router, mean difference over seeds to another group with Student's interval)."""
+    shown = set()
+    for (router, one), (_, other) in permutations(groups, 2):
+        seeds = one.keys() & other.keys()
+        differences = [one[seed] - other[seed] for seed in seeds]
+        if len(differences) > 1:
+            mean = fmean(differences)
+            low, high = stats.ttest_1samp(differences, 0).confidence_interval()
+            shown.add((router, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"))
+    return shown
+
+
+def read_tables(text: str) -> list[list[list[str]]]:
+    """The cells of each table of a page, without those of the line below its head."""
+    tables = []
+    for block in re.findall(r"(?m)(?:^\|.*\n)+", text):
+        head, _, *rows = block.replace("*", "").splitlines()
+        tables.append([line[1:-1].split("|") for line in (head, *rows)])
+    return tables
+
+
+def collect_cells(text: str) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """{("means" or "differences", x): (router, cell)} of all tables below a command."""
+    shown = defaultdict(list)
+    for head, *rows in read_tables(text):
+        kind = {"seeds": "means", "second": "differences"}.get(head[1])
+        for column, x in enumerate(head):
+            if kind and re.fullmatch(r"[\d.,]+", x):
+                shown[kind, x] += [(row[0].split(",")[0], row[column]) for row in rows]
+    return shown
+
+
+def test_tables_are_computed_from_the_runs_losses() -> None:
+    """Every mean and every interval of differences of scripts.report's tables.
+
+    Cells are compared by column and router, so no code is needed that names the rows.
+    """
+    runs = []
+    for archive in results.RECORDS.glob("*.tar.xz"):
+        runs += read_archive(archive)
+    n_mean = n_interval = 0
+    for name in results.PAGES:
+        page = (results.DOCS / name).read_text()
+        for arguments, text in re.findall(
+            r"(?m)^`python -m scripts\.report (.+)`\n((?:\n*\|.*\n)+)", page
+        ):
+            patterns = re.findall(r"runs/\S+", arguments)
+            key = re.search(r"--over (\S+)", arguments)
+            chosen = []
+            for run in runs:
+                if any(fnmatch(run.folder, pattern) for pattern in patterns):
+                    chosen.append(run)
+            shown = collect_cells(text)
+            for (kind, x), labelled in shown.items():
+                cells = [cell for cell in labelled if cell[1]]
+                groups = find_groups(chosen, key and key[1], x)
+                if kind == "means":
+                    wanted = []
+                    for router, losses in groups:
+                        wanted.append((router, f"{fmean(losses.values()):.4f}"))
+                    assert sorted(cells) == sorted(wanted), (arguments, x)
+                    n_mean += len(cells)
+                else:
+                    assert set(cells) <= list_differences(groups), (arguments, x)
+                    n_interval += len(cells)
+    assert n_mean >= 300 and n_interval >= 40
 
 
 def test_pages_are_those_of_the_records() -> None:
@@ -151,12 +239,17 @@ def test_every_study_is_on_a_page() -> None:
 def test_a_changed_table_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in results.PAGES:
-        shutil.copy(results.DOCS / name, tmp_path)
+    """In a page with the first table of one archive."""
+    text = (results.DOCS / "results-tables.md").read_text()
+    command = "`python -m scripts.report runs/w_out-* "
+    right = command + text.split(command)[1].split("\n#")[0]
     monkeypatch.setattr(results, "DOCS", tmp_path)
+    monkeypatch.setattr(results, "PAGES", ["results-tables.md"])
+    shutil.copy(results.RECORDS / "w_out.tar.xz", tmp_path)
+    monkeypatch.setattr(results, "RECORDS", tmp_path)
     page = tmp_path / "results-tables.md"
-    right = page.read_text()
-    page.write_text(right.replace("1.8394", "1.8395"))
+    page.write_text(right.replace("1.8398", "1.8399"))
+    assert page.read_text() != right
     assert results.main(["--check"]) == 2 and "results-tables.md" in capsys.readouterr().err
     assert results.main([]) == 0 and page.read_text() == right
     page.write_text("`python -m scripts.report runs/none-* --over optim.lr`\n")
