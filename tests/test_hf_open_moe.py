@@ -338,8 +338,11 @@ def find_settings(tiny, place, overrides):
     return find_settings(tiny, place, [*overrides, *needed]) if needed else (config, words)
 
 
-def assert_agreement(tiny, place, kind):
-    """Refused with a remedy in one line, or the logits of transformers if it reads the folder."""
+def assert_agreement(tiny, place, kind, unchanged_logits):
+    """Refused with a remedy in one line, or the logits of transformers if it reads the folder.
+
+    If it does not, they are those of the folder before the change: `unchanged_logits(idx)`.
+    """
     from transformers import AutoModelForCausalLM
 
     config, words = find_settings(tiny, place, OWN[kind])
@@ -347,11 +350,12 @@ def assert_agreement(tiny, place, kind):
         assert re.search(r"; (use|download) |Prepare the text", words) and "\n" not in words, words
         return
     idx = ids(min(32, config.model.block_size)) % config.model.vocab_size
+    model, _ = start(config)
     try:
         theirs = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(idx).logits
-    except Exception:  # a key that plays no role here has a type that it refuses
+    except Exception:  # it refuses the type of a key, which then plays no role here
+        assert torch.equal(all_logits(model, idx), unchanged_logits(idx)), kind
         return
-    model, _ = start(config)
     limit = 5e-3 if "computed as exact GELU" in words else LOGITS
     assert_near(all_logits(model, idx)[..., : theirs.shape[-1]], theirs, limit, kind)
 
@@ -382,7 +386,13 @@ def test_any_change_is_refused_or_computed(tiny, tmp_path, folders, examples):
         table = {key: value for key, value in table.items() if value is not GONE}
         state = {key: value for key, value in state.items() if value is not GONE}
         write_folder(tmp_path / "theirs", table, state)
-        assert_agreement(tiny, tmp_path / "theirs", kind)
+
+        def unchanged_logits(idx):
+            write_folder(tmp_path / "unchanged", *folders[kind])
+            config, _ = find_settings(tiny, tmp_path / "unchanged", OWN[kind])
+            return all_logits(start(config)[0], idx)
+
+        assert_agreement(tiny, tmp_path / "theirs", kind, unchanged_logits)
 
     check()
 

@@ -47,7 +47,7 @@ def edit(path: Path, position: int, value: bytes) -> None:
     steps=st.integers(1, 60),
 )
 @settings(
-    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fraction, steps):
     texts += [

@@ -307,6 +307,21 @@ def read_windows(sources):
     return map(torch.from_numpy, windows(tokens, fixed_windows(tokens, 32, 6), 32))
 
 
+def hook_gates_by_hand(model, experts, name):
+    """Route by `experts` (L, N, K), with gates of GATES[name]; returns what removes the hooks."""
+    handles = []
+    for chosen, router in zip(experts, traces.find_routers(model), strict=True):
+
+        def by_hand(module, inputs, routing, chosen=chosen):
+            s = routing.logits
+            gamma = 1 if module.gamma is None else module.gamma
+            gates = module.c * gamma * GATES[name](s, s.gather(1, chosen))
+            return routing._replace(experts=chosen, weights=gates)
+
+        handles.append(router.register_forward_hook(by_hand))
+    return handles
+
+
 def test_trace_has_experts_gates_and_tokens_by_layer(sources):
     x, y = read_windows(sources)
     model = load_model(sources / "runs/softmax").model
@@ -337,14 +352,7 @@ def test_replayed_loss_is_that_of_gates_by_hand(sources, name, call, monkeypatch
         == experts[..., None, :]
     ).any(-1)
     wanted = {"source_loss": trace["losses"].mean(), "loss": model(x, y).loss.item()}
-    for chosen, router in zip(experts.long(), traces.find_routers(model), strict=True):
-
-        def by_hand(module, inputs, routing, chosen=chosen):
-            s, gamma = routing.logits, 1 if module.gamma is None else module.gamma
-            gates = module.c * gamma * GATES[name](s, s.gather(1, chosen))
-            return routing._replace(experts=chosen, weights=gates)
-
-        router.register_forward_hook(by_hand)
+    hook_gates_by_hand(model, experts.long(), name)
     wanted["replayed_loss"] = model(x, y).loss.item()
     for key, value in wanted.items():
         assert_near(torch.tensor(report[key]), torch.tensor(value, dtype=torch.float64), NEAR, key)
@@ -358,11 +366,13 @@ def test_replayed_loss_is_that_of_gates_by_hand(sources, name, call, monkeypatch
     assert [line.split()[1] for line in said] == [f"{report[key]:.4f}" for key in keys]
 
 
+@pytest.mark.numerics
 def test_a_training_step_replays(sources):
-    """Another's choice reaches the router through the gates; then it is over."""
+    """Its gradients are those of gates by hand at another's choice; then it is over."""
     x, y = read_windows(sources)
-    model = load_model(sources / "runs/kern").model.requires_grad_(True)
+    model = load_model(sources / "runs/softmax").model.requires_grad_(True)
     own = torch.stack([decided.experts for decided in record_routing(model, x)])
+    other = (own + 1) % 8
 
     def gradients():
         model.zero_grad()
@@ -370,10 +380,16 @@ def test_a_training_step_replays(sources):
         return [p.grad.clone() for p in model.parameters()]
 
     before = gradients()
-    with traces.replay_routing(model, (own + 1) % 8):
-        idle = (own[1] + 1) % 8
-        assert model.blocks[1].mlp.router(torch.randn(192, 32)).experts.equal(idle)
-        gradients()
+    handles = hook_gates_by_hand(model, other, "softmax")
+    wanted = gradients()
+    for handle in handles:
+        handle.remove()
+    with traces.replay_routing(model, other):
+        assert model.blocks[1].mlp.router(torch.randn(192, 32)).experts.equal(other[1])
+        for (name, _), found, gradient in zip(
+            model.named_parameters(), gradients(), wanted, strict=True
+        ):
+            assert_near(found, gradient, 10 * NEAR, name)
         assert all(router.weight.grad.any() for router in traces.find_routers(model))
         says = r"are \(192, 2\), \(tokens, top_k\) are \(160, 2\); take the trace of these"
         with pytest.raises(ValueError, match=says):

@@ -84,19 +84,37 @@ def test_dtype_auto(monkeypatch, capabilities, dense, mixture):
     assert distributed.pick_dtype("auto", torch.device("cuda"), "kern") == torch.float16
 
 
-def test_what_is_known_of_devices(gpus):
-    gpus(1)
-    for device, auto in ((CPU, False), (torch.device("cuda"), True)):
-        assert [distributed.pick_compile(name, device) for name in ("auto", "on", "off")] == [
-            auto,
-            True,
-            False,
-        ]
-    assert distributed.peak_flops(torch.device("cuda", 0), torch.bfloat16) == 989e12
-    assert distributed.peak_flops(torch.device("cuda", 0), torch.float32) is None
+# {what torch calls a device: TFLOP/s in half precision, dense, from NVIDIA's data sheets}
+PEAKS = {
+    "NVIDIA B200": 2250,
+    "NVIDIA H200": 989,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA L40S": 362,
+    "NVIDIA L4": 121,
+    "Tesla T4": 65,
+    "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA GeForce RTX 4090": 165,
+    "NVIDIA GeForce RTX 5090": 209,
+    "Some New Device": None,
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_peak_speeds_are_those_of_data_sheets(gpus, name):
+    gpus(1, name=name)
+    device = torch.device("cuda", 0)
+    wanted = PEAKS[name] and PEAKS[name] * 1e12
+    assert distributed.peak_flops(device, torch.float16) == wanted
+    assert distributed.peak_flops(device, torch.bfloat16) == wanted
+    assert distributed.peak_flops(device, torch.float32) is None
     assert distributed.peak_flops(CPU, torch.bfloat16) is None
-    gpus(1, name="Some New Device")
-    assert distributed.peak_flops(torch.device("cuda", 0), torch.float16) is None
+
+
+def test_auto_compiles_on_gpus_alone():
+    for device, auto in ((CPU, False), (torch.device("cuda"), True)):
+        picked = [distributed.pick_compile(name, device) for name in ("auto", "on", "off")]
+        assert picked == [auto, True, False]
 
 
 def test_ranks_that_disagree_are_refused(monkeypatch):
@@ -371,6 +389,7 @@ def compile_by(backend, fails=False):
     return compile
 
 
+@pytest.mark.integration
 def test_compiled_routers_get_gradients_in_float32(tiny, monkeypatch):
     """As eager ones. torch would trace a backward pass under the forward pass's autocast."""
     monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
@@ -385,6 +404,7 @@ def test_compiled_routers_get_gradients_in_float32(tiny, monkeypatch):
     assert gradients[0].any() and torch.equal(*gradients)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(
     tiny, monkeypatch, checkpointing

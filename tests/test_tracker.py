@@ -168,6 +168,7 @@ def test_a_resumed_run_sends_its_lines_and_the_best_of_all(fake_wandb, tiny):
     } and run.log.call_args.kwargs == {"step": 9}
 
 
+@pytest.mark.integration
 def test_the_real_client_resumes_a_run(tiny, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for max_steps in (2, 4):

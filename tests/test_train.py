@@ -5,6 +5,7 @@ of weights.
 import json
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -291,6 +292,38 @@ def test_cadence_by_hand(tiny, tmp_path, monkeypatch):
     stop.asked, now[0] = False, 1e6
     # the last step alone
     assert saved("train.checkpoint_interval=0", "train.checkpoint_minutes=0") == [4]
+
+
+def test_what_is_due_at_each_step(tiny, tmp_path):
+    """Saves, evaluations and log lines of drawn settings, of a new run and of a resumed one."""
+    saver = checkpoint.Saver(tmp_path, ALONE, sharded=False, train=tiny().train)
+    rng = random.Random(0)
+    for _ in range(20):
+        max_steps = rng.choice([7, 12, 30])
+        save = rng.choice([0, 1, 3, 5])
+        keep = sorted(rng.sample(range(1, 8), rng.choice([0, 1, 3])))
+        evaluate, log = rng.choice([1, 4, 50]), rng.choice([1, 5, 50])
+        start = rng.choice([0, 4])
+        config = tiny(
+            f"train.max_steps={max_steps}",
+            f"train.checkpoint_interval={save}",
+            "train.checkpoint_minutes=0",
+            f"train.keep_steps={','.join(map(str, keep))}",
+            f"eval.interval={evaluate}",
+            f"log.interval={log}",
+        )
+        due = cadence.Cadence(config, start, True, ALONE, Stop(), saver)
+        for step in range(start, max_steps + 1):
+            is_last = step == max_steps
+            is_on_interval = save > 0 and step % save == 0
+            has_save = step > start and (is_last or is_on_interval or step in keep)
+            is_new = step > start or start == 0
+            has_evaluation = is_new and (is_last or step % evaluate == 0)
+            assert due.at(step) == (has_evaluation, has_save, False), (config, step)
+            if step:
+                assert due.is_log_due(step) == (is_last or step % log == 0)
+            if has_save:
+                due.note_save(step)
 
 
 @pytest.mark.parametrize(
