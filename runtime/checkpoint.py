@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -642,9 +643,20 @@ class TensorUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The class, if it is known. Raises UnpicklingError."""
+        if (module, name) == ("builtins", "getattr"):
+            return _find_memory_format
+        if module == "pathlib._local":  # what Python 3.13 calls it
+            module = "pathlib"
         if name not in DESCRIPTIONS.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
         return super().find_class(module, name)
+
+
+def _find_memory_format(owner: object, name: str) -> Enum:
+    """A memory format in place of getattr(owner, name), by which Python 3.11.2 pickles an Enum."""
+    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) has no place in a checkpoint")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def _describe_file(path: Path, note_step: Callable[[], object] = int) -> dict[str, Any]:

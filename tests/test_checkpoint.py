@@ -26,7 +26,11 @@ from conftest import Payload
 from runs import ALONE, Forked, be_killed, content, flip, fork_with_fault
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    MetadataIndex,
+)
 
 from configure.schema import Model, Optim, Train
 from model import GPT
@@ -401,6 +405,24 @@ def assert_refused(path, canary, caplog):
 
 # through a module of torch
 BACK_DOOR = b"\x80\x04ctorch.distributed.checkpoint.metadata\nos.mknod\n(V%s\ntR."
+
+
+def test_metadata_of_another_python_is_read(copied, monkeypatch):
+    """3.11.2, which Debian 12 has, pickles members of enums by getattr; 3.13 renamed a module."""
+    metadata = pickle.loads((copied / ".metadata").read_bytes())
+
+    def reduce_by_name(member, protocol):
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduce_by_name)
+    data = pickle.dumps(metadata, protocol=2, fix_imports=False)
+    assert b"cbuiltins\ngetattr\n" in data
+    assert b"cpathlib\n" in data
+    forge(copied, **{".metadata": data.replace(b"cpathlib\n", b"cpathlib._local\n")})
+    checkpoint.restore_weights(copied.parent, 2, GPT(SMALL))
+    for owner in (GPT, object(), _MEM_FORMAT_ENCODING):
+        with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint"):
+            checkpoint._find_memory_format(owner, "__init__")
 
 
 @pytest.mark.parametrize("back_door", [False, True])
