@@ -31,9 +31,19 @@ from model import GPT
 from report.comparisons import Difference, estimate_difference, judge_family
 from router import ROUTERS, Router
 from runtime.signals import EXIT_CODE, Stop
-from track import clean, contest, entry, ngram, table, verify
+from track import clean, contest, entry, ladder, ngram, table, verify
 from track.__main__ import FILE, main
-from track.contest import Task, compare, draw_settings, list_tasks, load_protocol, make_overrides
+from track.contest import (
+    Task,
+    compare,
+    draw_settings,
+    list_judged,
+    list_tasks,
+    load_protocol,
+    make_overrides,
+    score_rung,
+)
+from track.ladder import load_ladder
 from track.record import (
     digest_code,
     losses_of,
@@ -428,6 +438,123 @@ def test_multiplier_intervals_cover(truth):
     assert 0.93 <= covered / 400 <= 0.99
 
 
+# ---- the ladder
+def climb(lad, luck, noise, gains):
+    """Losses of an entry on every rung: a power law of its compute times e^gain, luck and noise."""
+    compute = np.array(lad.compute)
+    ideal = 1 + 0.55 * (compute / compute[0] * np.exp(gains)) ** -0.12
+    tasks = list_judged(lad.protocol, "any", range(lad.settings))
+    return {t: ideal[t.rung] + luck + e for t, e in zip(tasks, noise, strict=True)}
+
+
+def test_gains_by_hand():
+    """Without noise: two points at the ends, the mean of both slopes, weighted, in the middle."""
+    lad = load_ladder(load_protocol(FILE), 3)
+    compute = np.array(lad.compute)
+    assert (compute[1] / compute[0], compute[2] / compute[0]) == pytest.approx((8.46, 41.1), 1e-2)
+    n_runs = 3 * 2 + 3 + 3
+    reference = climb(lad, 0.0, np.zeros(n_runs), np.zeros(3))
+    entry = climb(lad, -0.01, np.zeros(n_runs), np.zeros(3))
+    gains = ladder.measure_gains(lad, entry, reference)
+    x = np.log(compute)
+    y = [score_rung(reference, rung) for rung in range(3)]
+    near, far = -(y[1] - y[0]) / (x[1] - x[0]), -(y[2] - y[1]) / (x[2] - x[1])
+    share = (x[1] - x[0]) / (x[2] - x[0])
+    expected = 0.01 / np.array([near, near * (1 - share) + far * share, far])
+    assert gains.by_rung[0] == pytest.approx(expected, 1e-9)
+    slope = stats.linregress(x, expected).slope * math.log(10)
+    assert gains.per_decade[0] == pytest.approx(slope, 1e-9)
+
+
+def test_intervals_of_a_ladder_cover(truth, monkeypatch):
+    """1,000 ladders, draws and seeds redrawn; the gain grows in none of them."""
+    monkeypatch.setattr(ladder, "SAMPLES", 2000)
+    losses, reference = truth
+    lad = load_ladder(load_protocol(FILE), 3)
+    random = np.random.default_rng(2)
+    entries = [number for number in range(len(losses)) if number != reference][::3]
+    covered = np.zeros(4)
+    grows = 0
+    for number in entries:
+        luck = np.empty((200, 2))
+        for contest_luck in luck:
+            drawn = random.integers(0, losses.shape[1], lad.protocol.draws["count"])
+            for side, router in enumerate((number, reference)):
+                means = losses[router, drawn]
+                tried = means + random.normal(0, 0.0123, len(drawn))
+                contest_luck[side] = means[np.argsort(tried)[: lad.settings]].mean()
+        luck -= luck.mean(0)
+        for of_entry, of_reference in luck:
+            noise = random.normal(0, lad.protocol.seed_sd, (2, 12))
+            gains = ladder.measure_gains(
+                lad,
+                climb(lad, of_entry, noise[0], np.full(3, 0.2)),
+                climb(lad, of_reference, noise[1], np.zeros(3)),
+            )
+            low, high = gains.by_rung[1:]
+            covered[:3] += (low < 0.2) & (0.2 < high)
+            covered[3] += gains.per_decade[1] < 0 < gains.per_decade[2]
+            grows += ladder.judge_growth(lad, gains) == "grows"
+    total = 200 * len(entries)
+    assert np.all(covered / total >= 0.93) and np.all(covered / total <= 0.97), covered / total
+    assert grows / total <= 0.05
+
+
+def make_climb(protocol, record, lower):
+    """A ladder's record of an entry, `lower` than its own draws."""
+    lad = load_ladder(protocol, 3)
+    climbed = new_record(lad.protocol, record["name"], record["options"])
+    climbed["made"] = record["made"]
+    for task in ladder.list_climb(lad, record["name"], losses_of(record)):
+        windows = lad.protocol.load(task.rung).eval.windows
+        loss = 1.4 - lower + task.draw / 1000
+        run = {**task._asdict(), "loss": loss, "made": 0, "documents": [[loss, windows]]}
+        climbed["runs"].append(run)
+    write_record(lad.protocol.records / f"{record['name']}.json", climbed)
+    return climbed
+
+
+def test_a_table_of_a_ladder(protocol, tmp_path):
+    """Rungs come from two records; faults of a ladder's record are named, and a run that diverged
+    is no number.
+    """
+    lad = load_ladder(protocol, 3)
+    records = [make_record(protocol, "softmax-renorm"), make_record(protocol, "kern", 1.59)]
+    for run in records[0]["runs"] + records[1]["runs"]:
+        run["loss"] -= 0.1 * run["rung"]
+        run["documents"] = [[run["loss"], protocol.load(run["rung"]).eval.windows]]
+    paths = [save(protocol, record) for record in records]
+    entered = {record["name"]: losses_of(record) for record in records}
+    assert ladder.load_climbs(lad, entered) == {}
+    climbed = [make_climb(protocol, record, 0.02 * i) for i, record in enumerate(records)]
+    climbs = ladder.load_climbs(lad, entered)
+    assert {task.rung for task in climbs["kern"]} == {0, 1, 2}
+    head, [row] = ladder.tabulate(lad, climbs)
+    gains = ladder.measure_gains(lad, climbs["kern"], climbs["softmax-renorm"])
+    middles = [float(cell.split()[0]) for cell in row[1:4]]
+    assert head[1:4] == ["gain 1", "gain 2", "gain 3"] and row[0] == "kern"
+    assert middles == pytest.approx(gains.by_rung[0], abs=0.006)
+    pages = table.build_pages(protocol, records)
+    assert "orders 1 of 1 pairs" in pages[table.PAGE] and "|gain 3|" in pages[table.PAGE]
+    (axes,) = ladder.plot(lad, climbs).axes
+    drawn = next(line for line in axes.lines if len(line.get_xdata()) == 3)
+    assert np.array(drawn.get_ydata()) == pytest.approx(gains.by_rung[0])
+
+    path = lad.protocol.records / "kern.json"
+    assert verify.find_record_faults(protocol, path, records[:1]) == []
+    climbed[1]["runs"][0]["seed"] += 1
+    write_record(path, climbed[1])
+    assert "is no run of this entry" in str(verify.find_record_faults(protocol, path, records[:1]))
+    climbed[1]["runs"][0]["seed"] -= 1
+    climbed[1]["runs"][0]["loss"] = None
+    write_record(path, climbed[1])
+    _, [row] = ladder.tabulate(lad, ladder.load_climbs(lad, entered))
+    assert row[-1] == "diverged on rung 3" and paths[1].exists()
+    flat = {task: 1.5 for task in climbs["softmax-renorm"]}
+    with pytest.raises(ValueError, match="its loss must fall"):
+        ladder.measure_gains(lad, climbs["kern"], flat)
+
+
 # ---- honesty: what a cheater may try (the attacks of a referee)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_no_router_sees_the_future(name):
@@ -702,6 +829,8 @@ def test_bad_arguments(rules, capsys):
         "--rerun takes one record": ["verify", "a.json", "b.json", "--rerun", "4"],
         "--base nowhere": ["judge", "--base", "nowhere"],
         "enter softmax-renorm first": ["table"],
+        "--rungs 2: expected 3 to 4": ["ladder", "kern", "--rungs", "2"],
+        "softmax-renorm: no complete record": ["ladder", "kern"],
     }
     for reason, arguments in cases.items():
         assert main(["--track", str(rules), *arguments], Stop()) == 2, reason
@@ -780,6 +909,9 @@ class Clone:
         self.change(self.rules, "count = 3", "count = 2")
         self.change(self.rules, "kern-quantile = {", "# {")
         self.records = self.folder / "track/records/tiny"
+        rung = 'overrides = ["model.n_embd=96", "train.max_steps=8", "eval.interval=8"]'
+        text = f"settings = 1\ntuning_sd = 0.004\nholds = 0.1\n[[rungs]]\nseeds = 2\n{rung}\n"
+        (self.folder / "track/ladder.toml").write_text(f"{text}minutes = 0.1\n")
         self.git("init", "-q", "-b", "main")
         self.commit("base")
 
@@ -830,6 +962,11 @@ def test_a_contest_from_entry_to_verdict(tmp_path, corpus):
     for page in ("README.md", "track/README.md"):
         assert "|kern|" in (clone.folder / page).read_text()
     clone.commit("entries")
+    picture = tmp_path / "ladder.svg"
+    code, said = clone.track("ladder", "kern", "--parallel", 2, "--picture", picture)
+    assert code == 0 and "gain 3" in said and picture.exists(), said
+    assert "0 runs, about 0 min left" in said
+    assert "0 runs" not in clone.track("ladder", "kern")[1]  # nothing is trained twice
 
     code, said = clone.track("verify", *clone.records.glob("*.json"))
     assert code == 0 and said.count(": intact") == 2, said

@@ -7,6 +7,7 @@
     python -m scripts.track verify track/records/*/*.json               check records
     python -m scripts.track verify track/records/edition-2/kern.json --rerun 8 --parallel 2
     python -m scripts.track judge --base origin/main --parallel 2       what CI does with records
+    python -m scripts.track ladder kern --rungs 3 --parallel 2          the gain on larger models
     python -m scripts.track table                                       write the tables
 
 `enter` resumes where it was stopped. Entries are listed in the config file. A record is
@@ -29,7 +30,8 @@ from runtime.preflight import check_settings
 from runtime.signals import Stop
 from track import entry, verify
 from track.contest import OPTIONS, Protocol, load_protocol
-from track.record import REPO_ROOT, is_training_code, read_record, run_git
+from track.ladder import Ladder, list_climb, load_climbs, load_ladder, plot, tabulate
+from track.record import REPO_ROOT, is_training_code, losses_of, read_record, run_git
 from track.table import build_table, load_complete, write_tables
 
 FILE = "config/track/edition-2.toml"
@@ -38,7 +40,7 @@ PRINTED = 9  # columns of the table that `enter` prints; track/README.md has all
 
 @command
 def main(argv: list[str] | None, stop: Stop) -> int:
-    """Run one of the four commands."""
+    """Run one of the five commands."""
     parser = build_parser("scripts.track", __doc__)
     parser.add_argument(
         "--track", default=FILE, metavar="FILE", help=f"the rules (default: {FILE})"
@@ -66,6 +68,11 @@ def main(argv: list[str] | None, stop: Stop) -> int:
         "--base", default="origin/main", metavar="COMMIT", help="what the branch left (%(default)s)"
     )
     add_parallel(add)
+    add = commands.add_parser("ladder", help="train entries on larger models").add_argument
+    add("names", nargs="+", metavar="NAME", help="an entry whose record is complete")
+    add("--rungs", type=int, default=3, metavar="N", help="rungs, the contest's too (%(default)s)")
+    add("--picture", type=Path, metavar="FILE", help="draw the gains, such as ladder.svg")
+    add_parallel(add)
     commands.add_parser("table", help="write the tables from all records")
     args = parser.parse_args(argv)
     require_packages("scipy")
@@ -78,6 +85,8 @@ def main(argv: list[str] | None, stop: Stop) -> int:
         return run_verify(protocol, args, stop)
     if args.command == "judge":
         return run_judge(protocol, args, stop)
+    if args.command == "ladder":
+        return run_ladder(load_ladder(protocol, args.rungs), protocol, args, stop)
     write_tables(protocol, load_complete(protocol))
     return 0
 
@@ -168,6 +177,39 @@ def read_others(protocol: Protocol, name: str) -> Iterator[dict[str, Any]]:
     for path in sorted(protocol.records.glob("*.json")):
         if path.stem != name:
             yield read_record(path)
+
+
+# ---- ladder
+def run_ladder(ladder: Ladder, protocol: Protocol, args: Namespace, stop: Stop) -> int:
+    """Train entries and the reference on the rungs above the contest's, and print the gains.
+
+    Raises:
+        ValueError: an entry has no complete record.
+    """
+    complete = {record["name"]: record for record in load_complete(protocol)}
+    names = list(dict.fromkeys([protocol.reference, *args.names]))
+    for name in names:
+        if name not in complete:
+            raise ValueError(f"{name}: no complete record; enter {name} first")
+    entry.check_committed()
+    entry.prepare_data(protocol)
+    for name in names:
+        required = list_climb(ladder, name, losses_of(complete[name]))
+        options = complete[name]["options"]
+        with entry.open_record(ladder.protocol, name, options, args.parallel) as opened:
+            code = entry.train_missing(
+                ladder.protocol, *opened, lambda _, runs=required: runs, args.parallel, stop
+            )
+        if code:
+            print("stopped; the same command resumes", flush=True)
+            return code
+    entered = {name: losses_of(complete[name]) for name in names}
+    climbs = load_climbs(ladder, entered)
+    print(text_table(*tabulate(ladder, climbs)), flush=True)
+    if args.picture:
+        plot(ladder, climbs).savefig(args.picture)
+        print(f"wrote {args.picture}")
+    return 0
 
 
 # ---- verify and judge

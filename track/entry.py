@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,12 @@ from runtime.distributed import device_name, pick_device
 from runtime.memory import estimate_memory
 from runtime.signals import EXIT_CODE, Stop
 from scripts.sweep import TRAIN, Point, train_points
-from track.contest import Protocol, Task, list_tasks, make_overrides
+from track.contest import Losses, Protocol, Task, list_tasks, make_overrides
 from track.record import (
     TRAINING_CODE,
     Record,
     digest_code,
     losses_of,
-    missing_tasks,
     new_record,
     read_code,
     read_record,
@@ -145,12 +146,28 @@ def enter(
         ValueError: another process trains the entry, its record is of another protocol or router,
             a rung does not fit into memory, or code that trains was changed meanwhile.
     """
+    list_required = partial(list_tasks, protocol, name)
+    with open_record(protocol, name, options, parallel) as (record, path, runs):
+        code = train_missing(protocol, record, path, runs, list_required, parallel, stop)
+        if code == 0 and "step_ms" not in record and name != protocol.reference:
+            record["step_ms"] = [
+                time_steps(protocol, options, r) for r in range(len(protocol.rungs))
+            ]
+            write_record(path, record)
+    return code, path
+
+
+@contextmanager
+def open_record(
+    protocol: Protocol, name: str, options: Mapping[str, Any], parallel: int
+) -> Iterator[tuple[Record, Path, Path]]:
+    """A record to add runs to, its path, and the folder of the runs, which no other process has."""
     os.environ["OMP_NUM_THREADS"] = "1"  # a run must not depend on how many others run
     check_memory(protocol, options, parallel)
-    made = describe_machine(protocol)
     # Code and options are in the folder's name: runs of other code are not this entry's.
     kind = "drafts" if protocol.draft else "entries"
-    identity = sha256_of([made["code_sha256"], options, protocol.sha256])
+    code_sha256 = describe_machine(protocol)["code_sha256"]
+    identity = sha256_of([code_sha256, options, protocol.sha256])
     runs = protocol.runs / kind / f"{name}-{identity[:8]}"
     path = runs.with_suffix(".json") if protocol.draft else protocol.records / f"{name}.json"
     runs.mkdir(parents=True, exist_ok=True)
@@ -159,33 +176,49 @@ def enter(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{runs}: another process trains this entry; wait for it") from None
-        record = start_record(protocol, path, name, options)
-        clock = Clock(protocol)
-        while missing := missing_tasks(protocol, record):
-            failed = False
-            points = [make_point(protocol, options, task, runs) for task in missing]
-            by_name = {task.name: task for task in missing}
-            for point, code in train(protocol, points, parallel, stop):
-                task = by_name[point.number]
-                run = read_result(point.folder, task)
-                if run is None:
-                    failed = True
-                    text = f"{task.name} failed with exit code {code}: {point.folder}/train.log"
-                    print(text, file=sys.stderr, flush=True)
-                    continue
-                add_run(protocol, record, run, made, path)
-                shutil.rmtree(point.folder / "checkpoints", ignore_errors=True)
-                clock.print_progress(name, record, task)
-            if stop.asked:
-                return EXIT_CODE, path
-            if failed:
-                return 1, path
-        if "step_ms" not in record and name != protocol.reference:
-            record["step_ms"] = [
-                time_steps(protocol, options, r) for r in range(len(protocol.rungs))
-            ]
-            write_record(path, record)
-    return 0, path
+        yield start_record(protocol, path, name, options), path, runs
+
+
+def train_missing(
+    protocol: Protocol,
+    record: Record,
+    path: Path,
+    runs: Path,
+    list_required: Callable[[Losses], list[Task]],
+    parallel: int,
+    stop: Stop,
+) -> int:
+    """Train the runs that a record lacks, and add each as it ends; return the exit status.
+
+    `list_required` lists an entry's runs as far as the losses so far decide them.
+    """
+    made = describe_machine(protocol)
+    clock = Clock(protocol, list_required)
+    while missing := find_missing(list_required, losses_of(record)):
+        failed = False
+        points = [make_point(protocol, record["options"], task, runs) for task in missing]
+        by_name = {task.name: task for task in missing}
+        for point, code in train(protocol, points, parallel, stop):
+            task = by_name[point.number]
+            run = read_result(point.folder, task)
+            if run is None:
+                failed = True
+                text = f"{task.name} failed with exit code {code}: {point.folder}/train.log"
+                print(text, file=sys.stderr, flush=True)
+                continue
+            add_run(protocol, record, run, made, path)
+            shutil.rmtree(point.folder / "checkpoints", ignore_errors=True)
+            clock.print_progress(record, task)
+        if stop.asked:
+            return EXIT_CODE
+        if failed:
+            return 1
+    return 0
+
+
+def find_missing(list_required: Callable[[Losses], list[Task]], losses: Losses) -> list[Task]:
+    """The required runs that have no loss."""
+    return [task for task in list_required(losses) if task not in losses]
 
 
 def train(
@@ -212,8 +245,9 @@ def train(
 class Clock:
     """Estimates the time to the end of an entry by the protocol's minutes of each run."""
 
-    def __init__(self, protocol: Protocol) -> None:
+    def __init__(self, protocol: Protocol, list_required: Callable[[Losses], list[Task]]) -> None:
         self.protocol = protocol
+        self.list_required = list_required
         self.start = time.monotonic()
         self.minutes_done = 0.0  # of the protocol
 
@@ -221,21 +255,19 @@ class Clock:
         """The protocol's minutes of runs on one thread."""
         return sum(self.protocol.rungs[task.rung].minutes * task.length for task in tasks)
 
-    def print_progress(self, name: str, record: Record, task: Task) -> None:
+    def print_progress(self, record: Record, task: Task) -> None:
         """Print a run that has just been recorded, and the time that is left."""
         losses = losses_of(record)
         self.minutes_done += self.minutes([task])
         # while the draws are tried, any of them stand for those that will be judged
-        as_if = {**dict.fromkeys(list_tasks(self.protocol, name, {}), 0.0), **losses}
-        missing = [task for task in list_tasks(self.protocol, name, as_if) if task not in losses]
+        as_if = {**dict.fromkeys(self.list_required({}), 0.0), **losses}
+        missing = [task for task in self.list_required(as_if) if task not in losses]
         pace = (time.monotonic() - self.start) / 60 / self.minutes_done
         left = pace * self.minutes(missing)
         loss = losses[task]
         text = f"{loss:.4f}" if np.isfinite(loss) else "diverged"
-        print(
-            f"{name}: {task.name} {text}; {plural(len(missing), 'run')}, about {left:.0f} min left",
-            flush=True,
-        )
+        remaining = f"{plural(len(missing), 'run')}, about {left:.0f} min left"
+        print(f"{record['name']}: {task.name} {text}; {remaining}", flush=True)
 
 
 def add_run(

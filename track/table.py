@@ -20,6 +20,7 @@ from track.contest import (
     multiply_compute,
     score_rung,
 )
+from track.ladder import count_agreements, load_climbs, load_ladder, tabulate
 from track.record import REPO_ROOT, Record, losses_of, missing_tasks, read_record
 
 PAGE = REPO_ROOT / "track/README.md"
@@ -206,10 +207,23 @@ def build_pages(protocol: Protocol, records: Sequence[Record]) -> dict[Path, str
     short = []
     for row in rows:
         short.append([cell.partition(" [")[0] for cell in row[:ON_FRONT_PAGE]])
+    page = [markdown_table(head, rows, gap=""), *describe_ladder(protocol, records)]
     return {
         FRONT_PAGE: markdown_table(head[:ON_FRONT_PAGE], short, gap=""),
-        PAGE: markdown_table(head, rows, gap=""),
+        PAGE: "\n\n".join(page),
     }
+
+
+def describe_ladder(protocol: Protocol, records: Sequence[Record]) -> list[str]:
+    """How far rung 1 tells what rung 2 says, and the gains of entries that climbed three rungs."""
+    losses = {record["name"]: losses_of(record) for record in records}
+    agreeing, pairs = count_agreements(losses)
+    texts = [f"Rung 1 orders {agreeing} of {pairs} pairs of entries as rung 2 does."]
+    ladder = load_ladder(protocol, len(protocol.rungs) + 1)
+    climbs = load_climbs(ladder, losses)
+    if protocol.reference in climbs and len(climbs) > 1:
+        texts.append(markdown_table(*tabulate(ladder, climbs), gap=""))
+    return texts
 
 
 def write_tables(protocol: Protocol, records: Sequence[Record]) -> None:

@@ -23,6 +23,7 @@ from track.contest import (
     list_tasks,
 )
 from track.entry import make_point, read_result, train
+from track.ladder import list_climb, load_ladder
 from track.record import (
     Record,
     digest_code,
@@ -127,7 +128,7 @@ def find_router_faults(
 def find_record_faults(protocol: Protocol, path: Path, others: Sequence[Record]) -> list[str]:
     """List the faults of a record's file, each with its remedy; none if it is intact and complete.
 
-    `others` are the records of other files.
+    `others` are the records of other files. A file in the folder ladder/ has runs of a ladder.
     """
     try:
         record = read_json(path)
@@ -137,7 +138,13 @@ def find_record_faults(protocol: Protocol, path: Path, others: Sequence[Record])
         size = path.stat().st_size
         if size > LARGEST:
             return [f"it has {size:,} bytes, at most {LARGEST:,} are allowed"]
-        return find_content_faults(protocol, record, path, others)
+        if path.parent.name != "ladder":
+            required = list_tasks(protocol, record["name"], losses_of(record))
+            return find_content_faults(protocol, record, path, others, required)
+        entered = losses_of(read_record(path.parent.parent / path.name))
+        ladder = load_ladder(protocol, 1 + max(run["rung"] for run in record["runs"]))
+        required = list_climb(ladder, record["name"], entered)
+        return find_content_faults(ladder.protocol, record, path, others, required)
     except (ValueError, OSError) as error:
         return [str(error)]
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -155,9 +162,13 @@ def find_closed_faults(path: Path) -> list[str]:
 
 
 def find_content_faults(
-    protocol: Protocol, record: Record, path: Path, others: Sequence[Record]
+    protocol: Protocol,
+    record: Record,
+    path: Path,
+    others: Sequence[Record],
+    required: Sequence[Task],
 ) -> list[str]:
-    """List the faults of a record that has been read."""
+    """List the faults of a record that has been read and must have the `required` runs."""
     name = record["name"]
     faults = []
     if record["sha256"] != sha256_of({k: v for k, v in record.items() if k != "sha256"}):
@@ -179,19 +190,19 @@ def find_content_faults(
         faults.append(f"it is of the text {record['data_sha256']:.12}; {AGAIN} {name}")
     if record["settings"] != draw_settings(protocol):
         faults.append(f"its settings are not the protocol's draws; {AGAIN} {name}")
-    if name != protocol.reference and len(record.get("step_ms", [])) != len(protocol.rungs):
+    is_timed = name != protocol.reference and path.parent.name != "ladder"
+    if is_timed and len(record.get("step_ms", [])) != len(protocol.rungs):
         faults.append(f"it lacks the times of a step; {AGAIN} {name}")
     faults += find_router_faults(protocol, name, record["options"], others)
-    faults += find_run_faults(protocol, record)
+    faults += find_run_faults(protocol, record, required)
     faults += find_measure_faults(record)
     return faults + find_code_faults(record)
 
 
-def find_run_faults(protocol: Protocol, record: Record) -> list[str]:
+def find_run_faults(protocol: Protocol, record: Record, required: Sequence[Task]) -> list[str]:
     """List the faults of a record's runs; seeds follow from name and protocol."""
     faults = []
     losses = losses_of(record)
-    required = list_tasks(protocol, record["name"], losses)
     missing = [task.name for task in required if task not in losses]
     if missing:
         faults.append(

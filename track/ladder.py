@@ -1,0 +1,246 @@
+"""The ladder: does a router's gain over the reference grow with the model?
+
+An entry's best drawn settings are trained on rungs above the contest's, by the same rules. Its gain
+on a rung is ln of how much more compute the reference needs for the entry's loss; what compute is
+worth is read from the reference's own losses up the ladder.
+"""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from pydantic import Field
+
+from common.files import check_regular
+from common.text import Table
+from configure import Config
+from configure.schema import Section
+from data.bins import sha256_of
+from model import flops_per_token
+from track.contest import (
+    Losses,
+    Protocol,
+    Rung,
+    Task,
+    estimate_noise,
+    judged_cells,
+    list_judged,
+    score_rung,
+)
+from track.record import losses_of, read_record
+
+FILE = Path(__file__).with_name("ladder.toml")
+SAMPLES = 20_000  # of the errors: limits of intervals then vary by about 1% (not measured)
+
+
+class Ladder(Section):
+    """The rules; fields without a comment are explained in ladder.toml."""
+
+    protocol: Protocol  # the contest's with the rungs above its own, and a digest of both
+    own_rungs: int  # of the contest: their runs are in an entry's record
+    compute: list[float]  # floating-point operations of a run on each rung
+    settings: int = Field(ge=1)
+    tuning_sd: float
+    holds: float
+
+
+def load_ladder(protocol: Protocol, n_rungs: int, file: Path = FILE) -> Ladder:
+    """Load the rules of a ladder of the contest's rungs and those above.
+
+    Raises:
+        ValueError: the file is wrong, or has fewer rungs.
+    """
+    check_regular(file)
+    table = tomllib.loads(file.read_text())
+    above = [Rung.model_validate(rung) for rung in table.pop("rungs")]
+    own = len(protocol.rungs)
+    if not own < n_rungs <= own + len(above):
+        raise ValueError(f"--rungs {n_rungs}: expected {own + 1} to {own + len(above)}")
+    rules = [rung.model_dump(exclude={"minutes"}) for rung in above]
+    update = {
+        "rungs": protocol.rungs + above[: n_rungs - own],
+        "sha256": sha256_of([protocol.sha256, table["settings"], rules]),
+        "records": protocol.records / "ladder",
+    }
+    extended = protocol.model_copy(update=update)
+    compute = [count_compute(extended.load(rung)) for rung in range(n_rungs)]
+    return Ladder(protocol=extended, own_rungs=own, compute=compute, **table)
+
+
+def count_compute(config: Config) -> float:
+    """Floating-point operations of a run."""
+    tokens = config.train.max_steps * config.train.batch_size * config.model.block_size
+    return float(flops_per_token(config.model) * tokens)
+
+
+# ---- runs
+def choose_draws(ladder: Ladder, entered: Losses) -> list[int]:
+    """The best drawn settings of an entry, by the tuning runs alone."""
+    draws = [task for task in entered if task.round == "draw"]
+    best = sorted(draws, key=lambda task: entered[task])[: ladder.settings]
+    return [task.draw for task in best]
+
+
+def list_climb(ladder: Ladder, name: str, entered: Losses) -> list[Task]:
+    """List the runs of an entry above the contest's rungs."""
+    tasks = list_judged(ladder.protocol, name, choose_draws(ladder, entered))
+    return [task for task in tasks if task.rung >= ladder.own_rungs]
+
+
+def load_climbs(ladder: Ladder, entered: Mapping[str, Losses]) -> Mapping[str, Losses]:
+    """Read {entry: judged losses of the same settings on every rung}, where all rungs have run.
+
+    Args:
+        ladder: the rules.
+        entered: {entry: losses of its complete record}.
+    """
+    climbs: dict[str, dict[Task, float]] = {}
+    for name, losses in entered.items():
+        path = ladder.protocol.records / f"{name}.json"
+        required = list_climb(ladder, name, losses)
+        climbed = losses_of(read_record(path)) if path.exists() else {}
+        if climbed.keys() >= set(required):
+            draws = choose_draws(ladder, losses)
+            chosen = [task for task in losses if task.round == "judge" and task.draw in draws]
+            climbs[name] = {task: losses[task] for task in chosen}
+            climbs[name] |= {task: climbed[task] for task in required}
+    return climbs
+
+
+# ---- gains
+class Gains(NamedTuple):
+    """An entry's gains with the limits of their 95% intervals."""
+
+    by_rung: np.ndarray  # (3, R): middle, low, high
+    per_decade: np.ndarray  # (3,): change of the gain by ten times the compute
+
+
+def measure_gains(ladder: Ladder, entry: Losses, reference: Losses) -> Gains:
+    """Measure gains and their slope; errors by seeds and by tuning are drawn and carried through.
+
+    The noise of a run is the same on every rung. Luck in tuning shifts all rungs of an entry alike.
+
+    Raises:
+        ValueError: the reference's loss does not fall from rung to rung, so compute has no worth.
+    """
+    rungs = range(len(ladder.compute))
+    means = np.empty((2, len(rungs)))
+    counts = np.empty((2, len(rungs)))
+    squares = 0.0
+    freedom = 0
+    for row, losses in enumerate((entry, reference)):
+        means[row] = [score_rung(losses, rung) for rung in rungs]
+        counts[row] = [sum(map(len, judged_cells(losses, rung).values())) for rung in rungs]
+        noise, noise_freedom = estimate_noise(losses)
+        squares += noise * noise_freedom
+        freedom += noise_freedom
+    if np.any(np.diff(means[1]) >= 0):
+        scores = ", ".join(f"{mean:.4f}" for mean in means[1])
+        raise ValueError(
+            f"{ladder.protocol.reference} has {scores} on the rungs: its loss must fall, to tell "
+            "what compute is worth; climb fewer rungs, or check its records"
+        )
+    random = np.random.default_rng(0)
+    shape = (SAMPLES, *means.shape)
+    noise = squares / random.chisquare(freedom, (SAMPLES, 1, 1))  # as of Student's t
+    luck = ladder.tuning_sd * random.standard_normal((SAMPLES, 2, 1))
+    errors = np.sqrt(noise / counts) * random.standard_normal(shape) + luck
+    logs = np.log(ladder.compute)
+    middle, middle_change = convert_losses(means[None], logs)
+    gains, changes = convert_losses(means + errors, logs)
+    limits = np.quantile(gains, (0.025, 0.975), axis=0)
+    change_limits = np.quantile(changes, (0.025, 0.975))
+    per_decade = np.concatenate([middle_change, change_limits])
+    return Gains(np.concatenate([middle, limits]), per_decade)
+
+
+def convert_losses(losses: np.ndarray, logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Gains (S, R), and their change by ten times the compute (S,).
+
+    Args:
+        losses: (S, 2, R) of entry and reference.
+        logs: (R,) logarithms of the compute.
+    """
+    entry, reference = losses[:, 0], losses[:, 1]
+    worth = -np.gradient(reference, logs, axis=1)  # nats per e-fold of compute
+    gains = (reference - entry) / worth
+    slopes = np.polyfit(logs, gains.T, 1)[0]
+    return gains, slopes * math.log(10)
+
+
+def judge_growth(ladder: Ladder, gains: Gains) -> str:
+    """The verdict on a ladder."""
+    _, low, high = gains.per_decade
+    if low > 0:
+        return "grows"
+    if high < 0:
+        return "fades"
+    return "holds" if -ladder.holds < low and high < ladder.holds else "undecided"
+
+
+# ---- table and picture
+def tabulate(ladder: Ladder, losses: Mapping[str, Losses]) -> Table:
+    """The gains, a row an entry; `losses` are of every rung, the reference's among them."""
+    n_rungs = len(ladder.protocol.rungs)
+    head = ["router", *(f"gain {number}" for number in range(1, n_rungs + 1))]
+    head += ["per tenfold", "verdict"]
+    rows = []
+    for name, entry in losses.items():
+        if name == ladder.protocol.reference:
+            continue
+        diverged = list_diverged(entry)
+        if diverged:
+            blank = [""] * (n_rungs + 1)
+            rows.append([name, *blank, f"diverged on rung {diverged[0]}"])
+            continue
+        gains = measure_gains(ladder, entry, losses[ladder.protocol.reference])
+        cells = [format_limits(column) for column in gains.by_rung.T]
+        rows.append([name, *cells, format_limits(gains.per_decade), judge_growth(ladder, gains)])
+    return head, rows
+
+
+def list_diverged(losses: Losses) -> list[int]:
+    """The numbers of the rungs, from 1, where a run diverged."""
+    return sorted({task.rung + 1 for task, loss in losses.items() if not math.isfinite(loss)})
+
+
+def format_limits(limits: np.ndarray) -> str:
+    """Format middle, low and high (3,)."""
+    middle, low, high = limits
+    return f"{middle:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def plot(ladder: Ladder, losses: Mapping[str, Losses]) -> Figure:
+    """Gains by compute, a line an entry."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(0, color="grey", linewidth=1, label=ladder.protocol.reference)
+    for number, (name, entry) in enumerate(losses.items()):
+        if name == ladder.protocol.reference or list_diverged(entry):
+            continue
+        gains = measure_gains(ladder, entry, losses[ladder.protocol.reference])
+        middle, low, high = gains.by_rung
+        compute = np.multiply(ladder.compute, 1.04**number)  # intervals must not lie on one another
+        errors = (middle - low, high - middle)
+        axes.errorbar(compute, middle, errors, capsize=3, marker="o", label=name)
+    axes.set_xscale("log")
+    axes.set_xlabel("compute of a run, FLOPs")
+    axes.set_ylabel("gain in ln compute, 95% interval")
+    axes.legend()
+    return figure
+
+
+# ---- does rung 1 tell what rung 2 says?
+def count_agreements(losses: Mapping[str, Losses]) -> tuple[int, int]:
+    """Pairs of entries that rung 1 orders as rung 2 does, and all pairs, by mean losses."""
+    agreeing = 0
+    pairs = list(combinations(losses.values(), 2))
+    for left, right in pairs:
+        first, second = (score_rung(left, rung) - score_rung(right, rung) for rung in (0, 1))
+        agreeing += first * second > 0
+    return agreeing, len(pairs)
