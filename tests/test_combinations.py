@@ -546,8 +546,17 @@ def find_start(folder, number, row):
 ROWS = cover(FEATURES)
 
 
+def mark_rows():
+    """The numbers of rows; every second one is left to CI, to save half a minute."""
+    numbers = []
+    for number in range(len(ROWS)):
+        marks = [pytest.mark.integration] if number % 2 else []
+        numbers.append(pytest.param(number, marks=marks))
+    return numbers
+
+
 @pytest.mark.numerics
-@pytest.mark.parametrize("number", range(len(ROWS)))
+@pytest.mark.parametrize("number", mark_rows())
 def test_every_step_is_the_references(folder, number, monkeypatch):
     monkeypatch.setattr(match_gates, "TOKENS", 512)  # for tests of accuracy: test_swap.py
     row = ROWS[number]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import conftest
+import pytest
 from corpora import snapshot, tar, write_tree
 from runs import REPO_ROOT, end
 
@@ -60,6 +61,7 @@ def list_tokens(folder):
     return {name: data for name, data in files.items() if name.endswith(".bin")}
 
 
+@pytest.mark.integration
 def test_all_commands_in_another_world(tmp_path):
     usual = prepare_source(tmp_path / "usual")
     options = ["--tokenizer", "bytes", "--name", "set", "--val-fraction", "0.4"]

@@ -74,6 +74,7 @@ def run_cases():
         torch.nn.init.normal_(x, generator=seeded(device=numerics.DEVICE))
 
 
+@pytest.mark.integration
 def test_gpu_tests_keep_to_one_device():
     """In a process of its own: autograd counts the kinds of devices once."""
     environment = os.environ | {"PYTHONPATH": str(REPO_ROOT)}
