@@ -4,15 +4,19 @@
     python -m eval.downstream runs/NAME                        the paper's six tasks, from the hub
     python -m eval.downstream runs/NAME --tasks-dir FOLDER     from FOLDER/arc_easy.jsonl, … instead
     python -m eval.downstream runs/NAME --tasks lambada_openai boolq --num-fewshot 5
+    python -m eval.downstream runs/A runs/B                    both, and B minus A in one table
     torchrun --nproc_per_node=8 -m eval.downstream runs/NAME   split across ranks
 
 Writes to runs/NAME/eval/step_…/: tasks/TASK.json as soon as a task is done, so that the same
-command resumes after a kill; results.json and table.md at the end.
+command resumes after a kill; results.json and table.md at the end. Differences of several runs from
+the first are paired by document, with 95% intervals by Student's t; they say nothing of other
+seeds.
 """
 
 import argparse
 import hashlib
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,16 +24,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from common.command import build_parser, command, run_command
 from common.files import write_atomic
-from common.text import Table, markdown_table
+from common.text import Table, markdown_table, text_table
 from configure import Config
 from data.bins import sha256_of
 from eval.scoring import Scorer, scoring_dtype
 from eval.tasks import TASKS, TaskMetrics, check_tasks, load_tasks, local_file, score_task
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, set_up_device
+from report.comparisons import Difference
 from report.paper import find_paper_table
 from runtime import RunError, checkpoint, distributed
 from runtime.tracker import start_wandb
@@ -96,7 +102,10 @@ def evaluate_tasks(
     shared: dict[str, Any],
     args: argparse.Namespace,
 ) -> None:
-    """Write one file in `folder`/tasks for each task of --tasks that has none with the same key."""
+    """Write one file in `folder`/tasks for each task of --tasks that has none with the same key.
+
+    To compare runs, a file of earlier versions, without the values of documents, does not count.
+    """
     ranks = adapter.scorer.ranks
     keys = {}
     for name in args.tasks:
@@ -104,7 +113,10 @@ def evaluate_tasks(
         if args.tasks_dir:
             sha256 = hashlib.sha256(local_file(args.tasks_dir, name).read_bytes()).hexdigest()
         keys[name] = {**shared, "sha256": sha256}
-    done = {name: body["key"] for name, body in load_task_results(folder, shared).items()}
+    done = {}
+    for name, body in load_task_results(folder, shared).items():
+        if "values" in body or len(args.runs) == 1:
+            done[name] = body["key"]
     # rank 0 decides for all: another command may be writing
     done = distributed.gather(done, ranks.control)[0]
     todo = [name for name in args.tasks if done.get(name) != keys[name]]
@@ -115,11 +127,14 @@ def evaluate_tasks(
         for name, loaded in load_tasks(manager, todo, args.tasks_dir, scratch).items():
             if not ranks.rank:
                 print(name, flush=True)
-            results = score_task(name, loaded, adapter, args.num_fewshot, args.limit)
+            results = score_task(
+                name, loaded, adapter, args.num_fewshot, args.limit, by_document=True
+            )
+            values = {task: metrics.pop("values", {}) for task, metrics in results.items()}
             if not ranks.rank:
                 (folder / "tasks").mkdir(parents=True, exist_ok=True)
-                body = {"key": keys[name], "results": results}
-                write_atomic(folder / "tasks" / f"{name}.json", json.dumps(body, indent=1) + "\n")
+                body = {"key": keys[name], "results": results, "values": values}
+                write_atomic(folder / "tasks" / f"{name}.json", json.dumps(body) + "\n")
 
 
 def mean_accuracy(results: dict[str, TaskMetrics]) -> float | None:
@@ -186,8 +201,12 @@ def tabulate_results(results: dict[str, TaskMetrics], config: Config) -> Table:
 
 def write_results(
     folder: Path, shared: dict[str, Any], trained: Trained, args: argparse.Namespace
-) -> None:
-    """Write results.json and table.md from all of `folder`/tasks; print them and send to wandb."""
+) -> str:
+    """Write results.json and table.md from all of `folder`/tasks; send them to wandb.
+
+    Returns:
+        The table.
+    """
     config = trained.config
     by_task: dict[str, TaskMetrics] = {}
     for body in load_task_results(folder, shared).values():
@@ -209,9 +228,9 @@ def write_results(
     if args.limit:
         text += f"\n\nOnly the first {args.limit} documents of each task (--limit)."
     write_atomic(folder / "table.md", text + "\n")
-    print(f"{text}\n\n{folder}/results.json")
     if config.log.wandb != "disabled":
         send_to_wandb(results, trained, args)
+    return text
 
 
 def send_to_wandb(
@@ -225,7 +244,7 @@ def send_to_wandb(
     if args.limit or trained.mean or trained.step < config.train.max_steps:
         print("wandb: not sent; only full evaluations of a finished run's last checkpoint are")
         return
-    tracker = start_wandb(config, args.run, trained.metadata.get("wandb"))
+    tracker = start_wandb(config, trained.folder, trained.metadata.get("wandb"))
     if not tracker:
         return
     prefix = f"downstream{name_fewshot(args)}"
@@ -244,6 +263,36 @@ def send_to_wandb(
         print(f"wandb: not sent ({type(error).__name__}: {error}); results.json has every number")
 
 
+def compare_values(values: Sequence[float], first: Sequence[float]) -> Difference:
+    """The mean of one run's values minus the first run's, paired by document, by Student's t."""
+    differences = np.subtract(values, first)
+    n = len(differences)
+    error = float(differences.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    return Difference(float(differences.mean()), 1, error, n - 1.0, "documents")
+
+
+def tabulate_differences(runs: Sequence[Path], bodies: Sequence[dict[str, dict]]) -> Table:
+    """Head and rows: each metric of each task for every run, and what it is minus the first's.
+
+    Args:
+        runs: folders.
+        bodies: of each run, {task: the contents of its file}, for the same documents.
+    """
+    head = ["task", "metric", "documents", str(runs[0])]
+    for run in runs[1:]:
+        head += [str(run), f"minus {runs[0]}'s, 95%"]
+    rows = []
+    for name, body in bodies[0].items():
+        for task, by_metric in body["values"].items():
+            for metric, first in by_metric.items():
+                row = [task, metric, str(len(first)), f"{np.mean(first):.4f}"]
+                for other in bodies[1:]:
+                    values = other[name]["values"][task][metric]
+                    row += [f"{np.mean(values):.4f}", str(compare_values(values, first))]
+                rows.append(row)
+    return head, rows
+
+
 def name_fewshot(args: argparse.Namespace) -> str:
     """Name --num-fewshot in folders and wandb; "" for zero-shot."""
     return f"_{args.num_fewshot}shot" if args.num_fewshot else ""
@@ -253,7 +302,7 @@ def name_fewshot(args: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate all tasks and write the report."""
     parser = build_parser("eval.downstream", __doc__)
-    add_run_arguments(parser)
+    add_run_arguments(parser, several=True)
     parser.add_argument(
         "--tasks", nargs="+", default=list(TASKS), help="of the harness (default: the paper's six)"
     )
@@ -270,17 +319,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     manager = check_tasks(args.tasks, args.tasks_dir)
     from eval.harness import Adapter
 
-    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
+    args.runs = list(dict.fromkeys(args.runs))
+    models = [load_run(run, args.step, args.average, args.ema) for run in args.runs]
     device = set_up_device(args)
-    dtype = scoring_dtype(trained.config, device)
     limit = f"_limit{args.limit}" if args.limit else ""
-    folder = args.run / "eval" / f"{trained.label}{name_fewshot(args)}{limit}"
-    shared = result_key(args.run, trained, dtype, args.tasks_dir)
-    with distributed.process_group(device, trained.config.train.timeout_minutes) as ranks:
-        adapter = Adapter(Scorer(trained.model.to(ranks.device), dtype, ranks), tokenizer)
-        evaluate_tasks(manager, adapter, folder, shared, args)
-    if not ranks.rank:
-        write_results(folder, shared, trained, args)
+    timeout = models[0][0].config.train.timeout_minutes
+    bodies = []
+    with distributed.process_group(device, timeout) as ranks:
+        for trained, tokenizer in models:
+            folder = trained.folder / "eval" / f"{trained.label}{name_fewshot(args)}{limit}"
+            dtype = scoring_dtype(trained.config, device)
+            shared = result_key(trained.folder, trained, dtype, args.tasks_dir)
+            adapter = Adapter(Scorer(trained.model.to(ranks.device), dtype, ranks), tokenizer)
+            evaluate_tasks(manager, adapter, folder, shared, args)
+            trained.model.cpu()  # the device has one model at a time
+            if not ranks.rank:
+                table = write_results(folder, shared, trained, args)
+                if len(models) == 1:
+                    print(table)
+                print(f"\n{folder}/results.json")
+                done = load_task_results(folder, shared)
+                bodies.append({name: done[name] for name in args.tasks})
+    if len(bodies) > 1:
+        print(text_table(*tabulate_differences(args.runs, bodies), left=2))
 
 
 if __name__ == "__main__":

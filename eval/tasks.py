@@ -262,8 +262,23 @@ def answer_bits(task: Any, doc: dict, loglikelihoods: Sequence["Loglikelihood"])
     return min(bits, default=None)
 
 
+def list_values(samples: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
+    """The metrics of each document that are numbers, unfiltered, from the harness' samples."""
+    values: dict[str, list[float]] = {}
+    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+        for metric in sample["metrics"]:
+            if sample["filter"] == "none" and isinstance(sample[metric], int | float):
+                values.setdefault(metric, []).append(float(sample[metric]))
+    return values
+
+
 def score_task(
-    name: str, loaded: Any, adapter: "Adapter", num_fewshot: int = 0, limit: int | None = None
+    name: str,
+    loaded: Any,
+    adapter: "Adapter",
+    num_fewshot: int = 0,
+    limit: int | None = None,
+    by_document: bool = False,
 ) -> dict[str, TaskMetrics]:
     """Score a model on a task or a group of tasks.
 
@@ -273,6 +288,7 @@ def score_task(
         adapter: of the model.
         num_fewshot: examples in a prompt, unless the task says 0.
         limit: score the first documents of each task only.
+        by_document: metrics have "values", {metric: [value of each document]}, too.
 
     Returns:
         {task: metrics}, on every rank.
@@ -291,7 +307,7 @@ def score_task(
         with fixed_seeds():
             # not lm_eval.simple_evaluate, which inspects the machine for seconds
             results: Any = lm_eval.evaluate(
-                adapter, loaded, limit=limit, log_samples=False, bootstrap_iters=1000
+                adapter, loaded, limit=limit, log_samples=by_document, bootstrap_iters=1000
             )
     except RunError:
         raise
@@ -309,5 +325,7 @@ def score_task(
                 metrics[key.removesuffix(",none")] = value
         count = results["n-samples"].get(task, {"effective": None})  # a group has no count
         metrics["documents"] = count["effective"]
+        if by_document:
+            metrics["values"] = list_values(results["samples"].get(task, []))
         scores[task] = metrics
     return scores

@@ -72,9 +72,12 @@ class Trained(NamedTuple):
         return ""
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add RUN, --checkpoint (stored as `step`), --average and --ema."""
-    parser.add_argument("run", type=Path, help="run folder, such as runs/quickstart-kern")
+def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """Add RUN, or with `several` RUN… as `runs`, --checkpoint (as `step`), --average and --ema."""
+    runs: dict[str, Any] = {"dest": "run", "help": "run folder, such as runs/quickstart-kern"}
+    if several:
+        runs = {"dest": "runs", "nargs": "+", "help": "run folders; several are compared"}
+    parser.add_argument(metavar="RUN", type=Path, **runs)
     add = parser.add_argument
     add("--checkpoint", dest="step", type=int, metavar="STEP", help="(default: the last)")
     add(

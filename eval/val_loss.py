@@ -1,9 +1,10 @@
-"""Measure loss, perplexity and bits per byte of a run's model on data sets and text files.
+"""Measure loss, perplexity and bits per byte of runs' models on data sets and text files.
 
     python -m eval.val_loss runs/A                               the run's validation windows
     python -m eval.val_loss runs/A --windows all --split train   all windows of a split
     python -m eval.val_loss runs/A stdlib notes.txt              another set, a text file
     python -m eval.val_loss runs/A notes.txt --stride 64         overlapping windows
+    python -m eval.val_loss runs/A runs/B notes.txt              two runs and their difference
 
 A data set is one row of tokens, as in training, cut into windows of block_size. In a text file each
 document is scored alone: it follows an end-of-text token, which is not scored, and all of its own
@@ -17,6 +18,9 @@ perplexity: e^loss.
 bits per byte: total nats / ln 2 / UTF-8 bytes of the scored text. An end-of-text token has no
 bytes, but its nats count. Only this measure compares across tokenizers. The bytes of a text file
 are its own; a prepared set's are those that its tokens decode to.
+
+minus …: with several runs, the loss minus that of the first on the same windows, and the 95%
+interval of this difference by Student's t, paired by document. It says nothing of other seeds.
 
 Prints a table, and appends one line of JSON per row to runs/NAME/eval/step_…/val_loss.json.
 """
@@ -50,6 +54,7 @@ from eval.trained import (
     open_set,
     set_up_device,
 )
+from report.comparisons import Difference
 
 TEXT_FIELD = "text"  # the field of JSON and parquet rows that holds the document
 MAX_LOSS = 20  # nats per token; guessing among 2^16 tokens is 11: beyond, perplexity is "inf"
@@ -74,9 +79,14 @@ class Corpus(NamedTuple):
     split: str | None = None  # None: a text file
     sizes: np.ndarray | None = None
 
+    @property
+    def counts(self) -> np.ndarray:
+        """(W,) the number of scored tokens of each window."""
+        return self.windows[:, 1] - self.windows[:, 2]
+
 
 class Result(NamedTuple):
-    """The losses of a Corpus."""
+    """The loss of a Corpus."""
 
     windows: int
     tokens: int  # scored
@@ -85,6 +95,14 @@ class Result(NamedTuple):
     stderr: float  # of `loss`; NaN for a single window
     perplexity: float
     bits_per_byte: float  # NaN if there are no bytes
+
+
+class Scored(NamedTuple):
+    """A Corpus that was scored."""
+
+    corpus: Corpus
+    nats: np.ndarray  # (W,) total loss of each window
+    result: Result
 
 
 def open_own(trained: Trained, args: argparse.Namespace) -> list[Corpus]:
@@ -271,7 +289,7 @@ def find_corpus(
     )
 
 
-def score_corpus(scorer: Scorer, corpus: Corpus, counter: ByteCounter) -> Result:
+def score_corpus(scorer: Scorer, corpus: Corpus, counter: ByteCounter) -> Scored:
     """Score a corpus; `counter` knows the bytes of tokens."""
     nats = []
     size = 0
@@ -289,7 +307,8 @@ def score_corpus(scorer: Scorer, corpus: Corpus, counter: ByteCounter) -> Result
                 pairs.append((ids[:split].tolist(), ids[split:].tolist()))
             nats += [-score.loglikelihood for score in scorer.score(pairs)]
             bar.update(len(part))
-    return summarize_losses(np.array(nats), windows[:, 1] - windows[:, 2], size, corpus.documents)
+    result = summarize_losses(np.array(nats), corpus.counts, size, corpus.documents)
+    return Scored(corpus, np.array(nats), result)
 
 
 def summarize_losses(
@@ -308,9 +327,7 @@ def summarize_losses(
     W = len(nats)
     tokens = int(counts.sum())
     loss = float(nats.sum() / tokens)
-    labels = np.unique(documents, return_inverse=True)[1]  # (W,)
-    if not labels.any():
-        labels = np.arange(W)
+    labels = label_documents(documents)
     stderr = math.nan
     if W > 1:
         residuals = np.bincount(labels, nats - loss * counts)  # (documents,) nats
@@ -322,6 +339,26 @@ def summarize_losses(
         bits_per_byte = float(nats.sum() / math.log(2) / size)
     perplexity = math.exp(loss) if loss < MAX_LOSS else math.inf
     return Result(W, tokens, size, loss, stderr, perplexity, bits_per_byte)
+
+
+def label_documents(documents: np.ndarray) -> np.ndarray:
+    """The document of each window as a number from 0, (W,); windows of a single one count each."""
+    labels = np.unique(documents, return_inverse=True)[1]
+    return labels if labels.any() else np.arange(len(documents))
+
+
+def compare_scored(scored: Scored, first: Scored) -> Difference:
+    """The loss minus that of another model on the same windows, paired by document.
+
+    Degrees of freedom are Satterthwaite's, as in report/comparisons.py `cluster_error`: where a few
+    documents hold most tokens, those few count.
+    """
+    counts = scored.corpus.counts
+    documents = scored.corpus.documents
+    result = summarize_losses(scored.nats - first.nats, counts, 0, documents)
+    squares = np.bincount(label_documents(documents), counts) ** 2.0
+    freedom = max(1.0, float(squares.sum() ** 2 / (squares**2).sum() - 1))
+    return Difference(result.loss, 1, result.stderr, freedom, "documents")
 
 
 def format_result(corpus: Corpus, result: Result) -> list[str]:
@@ -350,7 +387,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_run_arguments(parser)
     add = parser.add_argument
     data = "prepared folders, names in data.dir, text files that data.prepare reads"
-    add("texts", nargs="*", metavar="SET_OR_FILE", help=f"{data} (default: the run's own set)")
+    texts = f"more runs to compare; {data} (default: the run's own set)"
+    add("texts", nargs="*", metavar="RUN_SET_OR_FILE", help=texts)
     add("--data", nargs="+", default=[], metavar="SET_OR_FILE", help="more of them")
     add("--split", choices=("val", "train"), default="val", help="of sets (default: %(default)s)")
     add("--stride", type=int, metavar="N", help="tokens between window starts, up to block_size")
@@ -359,7 +397,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--windows", type=parse_windows, metavar="N", help=f"{windows} {default}")
     add_device_argument(parser)
     args = parser.parse_intermixed_args(argv)  # options may stand between run and texts
-    args.data = args.texts + args.data
+    args.runs = [args.run]
+    for name in reversed(args.texts):
+        if (Path(name) / "config.toml").is_file():
+            args.runs.insert(1, Path(name))
+        else:
+            args.data.insert(0, name)
     return args
 
 
@@ -367,48 +410,97 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Open all data, score it, print the table and write val_loss.json."""
     args = parse_arguments(argv)
-    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    config = trained.config
-    block = config.model.block_size
+    models = []
+    corpora_of_runs = []
+    for run in args.runs:
+        trained, tokenizer = load_run(run, args.step, args.average, args.ema)
+        models.append((trained, tokenizer))
+        corpora_of_runs.append(open_corpora(trained, tokenizer, args))
+    check_paired(models, corpora_of_runs)
+    device = set_up_device(args)
+    scored_of_runs = []
+    for (trained, tokenizer), corpora in zip(models, corpora_of_runs, strict=True):
+        scorer = Scorer(trained.model.to(device), scoring_dtype(trained.config, device))
+        counter = ByteCounter(tokenizer)
+        scored_of_runs.append([score_corpus(scorer, corpus, counter) for corpus in corpora])
+        trained.model.cpu()  # the device has one model at a time
+    print_results([trained for trained, _ in models], args, scored_of_runs)
+    for (trained, _), scored in zip(models, scored_of_runs, strict=True):
+        print(append_results(trained, args, scored))
+
+
+def open_corpora(trained: Trained, tokenizer: Tokenizer, args: argparse.Namespace) -> list[Corpus]:
+    """Open the data to score a model on."""
+    block = trained.config.model.block_size
     if args.stride is not None and not 1 <= args.stride <= block:
         raise ValueError(f"--stride {args.stride}: expected 1 to {block} (the run's block_size)")
-    if args.data:
-        corpora = [find_corpus(name, trained, tokenizer, args) for name in args.data]
-    else:
-        corpora = open_own(trained, args)
-    device = set_up_device(args)
-    scorer = Scorer(trained.model.to(device), scoring_dtype(config, device))
-    counter = ByteCounter(tokenizer)
-    results = [score_corpus(scorer, corpus, counter) for corpus in corpora]
-    print_results(trained, args, corpora, results)
-    print(append_results(trained, args, corpora, results))
+    if not args.data:
+        return open_own(trained, args)
+    return [find_corpus(name, trained, tokenizer, args) for name in args.data]
+
+
+def check_paired(
+    models: Sequence[tuple[Trained, Tokenizer]], corpora_of_runs: Sequence[list[Corpus]]
+) -> None:
+    """Raise DataError unless all models are scored on the same windows of the same tokens."""
+    first, _ = models[0]
+    for (trained, _), corpora in zip(models, corpora_of_runs, strict=True):
+        fault = ""
+        names = [corpus.name for corpus in corpora]
+        first_names = [corpus.name for corpus in corpora_of_runs[0]]
+        if trained.metadata.get("tokenizer") != first.metadata.get("tokenizer"):
+            fault = "have other tokenizers: score them one by one, and compare bits per byte"
+        elif names != first_names:
+            fault = (
+                f"have the sets {', '.join(names)} and {', '.join(first_names)}: "
+                "name one set or text for both"
+            )
+        else:
+            for corpus, other in zip(corpora, corpora_of_runs[0], strict=True):
+                if not np.array_equal(corpus.windows, other.windows):
+                    fault = f"have other windows of {corpus.name}: name their number (--windows)"
+        if fault:
+            raise DataError(f"{trained.folder} and {first.folder} {fault}")
 
 
 def print_results(
-    trained: Trained, args: argparse.Namespace, corpora: list[Corpus], results: list[Result]
+    models: Sequence[Trained], args: argparse.Namespace, scored_of_runs: Sequence[list[Scored]]
 ) -> None:
-    """Print the table and, of a mixture, the weighted mean."""
-    title = f"{args.run}, step {trained.step:,}"
-    if trained.mean:
-        title += f", {trained.mean}"
+    """Print one table and, of a mixture, the weighted means."""
     windows = f"stride {args.stride}" if args.stride else "no overlap"
-    print(f"{title}; {windows}")
-    rows = [format_result(corpus, result) for corpus, result in zip(corpora, results, strict=True)]
-    print(text_table(HEAD, rows))
-    if not args.data and len(corpora) > 1:
-        losses = [result.loss for result in results]
-        weighted = np.dot(list(trained.config.data.sets.values()), losses)
-        print(f"mean by the weights of the mixture: {weighted:.4f}")
+    rows = []
+    means = []
+    for trained, all_scored in zip(models, scored_of_runs, strict=True):
+        title = f"{trained.folder}, step {trained.step:,}"
+        if trained.mean:
+            title += f", {trained.mean}"
+        print(f"{title}; {windows}")
+        for scored, first in zip(all_scored, scored_of_runs[0], strict=True):
+            row = format_result(scored.corpus, scored.result)
+            if len(models) > 1:
+                difference = "" if scored is first else str(compare_scored(scored, first))
+                row = [str(trained.folder), *row, difference]
+            rows.append(row)
+        if not args.data and len(all_scored) > 1:
+            losses = [scored.result.loss for scored in all_scored]
+            weighted = np.dot(list(trained.config.data.sets.values()), losses)
+            mean = f"mean by the weights of the mixture: {weighted:.4f}"
+            means.append(f"{trained.folder}: {mean}" if len(models) > 1 else mean)
+    head = list(HEAD)
+    if len(models) > 1:
+        head = ["run", *HEAD, f"minus {models[0].folder}'s, 95%"]
+    print(text_table(head, rows, left=1 if len(models) == 1 else 2))
+    print("\n".join(means), end="\n" if means else "")
 
 
 def append_results(
-    trained: Trained, args: argparse.Namespace, corpora: list[Corpus], results: list[Result]
+    trained: Trained, args: argparse.Namespace, scored_corpora: Sequence[Scored]
 ) -> Path:
     """Append a line of JSON per corpus to val_loss.json; what is not finite is null."""
-    file = args.run / "eval" / trained.label / "val_loss.json"
+    file = trained.folder / "eval" / trained.label / "val_loss.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as output:
-        for corpus, result in zip(corpora, results, strict=True):
+        for corpus, _, result in scored_corpora:
             line = {
                 "run": trained.config.run.name,
                 "step": trained.step,

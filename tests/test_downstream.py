@@ -6,7 +6,9 @@ import json
 import math
 import os
 import random
+import re
 import shutil
+import statistics
 
 import lm_eval
 import pytest
@@ -16,6 +18,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
 from runs import REPO_ROOT, modules_in
+from scipy import stats
 from test_generation import small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -242,6 +245,40 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
         )
 
 
+def test_runs_are_compared_by_document(run, tmp_path, capsys):
+    """Bits per byte of each document by lm-evaluation-harness' own client; then scipy's t-test."""
+    folder = write_tasks(tmp_path / "tasks")
+    other = shutil.copytree(run, tmp_path / "runs/other")
+    shutil.rmtree(other / "checkpoints/step_00000004")
+    assert call(run, other, "--tasks-dir", folder, "--tasks", "piqa", "sciq") == 0
+    printed = capsys.readouterr().out
+    manager = tasks.build_task_manager(RIGHT)
+    spec = tasks.write_task_spec(manager, "piqa", folder, tmp_path)
+    bits = []
+    for path in (run, other):
+        export = tmp_path / f"export-{path.name}"
+        export_run(*load_run(path), export)
+        with modules_in(tmp_path / "modules"):
+            model = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True).eval()
+        tokenizer = AutoTokenizer.from_pretrained(export)
+        client = HFLM(model, tokenizer=tokenizer, batch_size=4, max_length=64)
+        theirs = lm_eval.simple_evaluate(
+            client, tasks=[spec], task_manager=manager, bootstrap_iters=0
+        )
+        nats = [-sample["resps"][0][0][0] for sample in theirs["samples"]["piqa"]]
+        bits.append([nat / math.log(2) / len(" walk") for nat in nats])
+    test = stats.ttest_rel(bits[1], bits[0])
+    interval = test.confidence_interval()
+    wanted = [statistics.fmean(bits[1]) - statistics.fmean(bits[0]), interval.low, interval.high]
+    (row,) = re.findall(r"^piqa +bits_per_byte +.*", printed, re.M)
+    assert row.split()[2] == str(len(bits[0]))
+    said = [float(text) for text in re.findall(r"[+-]\d+\.\d+", row)]
+    assert abs(wanted[0]) > 1e-3 and said == pytest.approx(wanted, abs=2e-4)
+    assert re.search(r"^sciq +acc ", printed, re.M) and f"minus {run}'s, 95%" in printed
+    for path in (run / "eval/step_00000004", other / "eval/step_00000002"):
+        assert (path / "results.json").is_file()
+
+
 ANSWERS = {"doc_to_choice": ["Oui", "Non, été"], "doc_to_target": "{{label}}"}
 SPECS = {
     "newline": {"doc_to_text": "{{text}}\n\n"} | ANSWERS,
@@ -287,7 +324,7 @@ def evaluated(monkeypatch):
     """
     names = []
 
-    def score(name, file, *given):
+    def score(name, file, *given, **options):
         names.append(name)
         return {name: {"acc": 0.5, "documents": len(file.open().readlines())}}
 
@@ -348,12 +385,12 @@ def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
     """Tasks done before are kept, also those of another command meanwhile."""
     folder, evaluate = write_tasks(tmp_path / "tasks", 2), downstream.score_task
 
-    def interrupted(*given):
+    def interrupted(*given, **options):
         if evaluated == ["sciq"]:
             monkeypatch.setattr(downstream, "score_task", evaluate)
             assert call(run, "--tasks-dir", folder, "--tasks", "winogrande") == 0
             raise KeyboardInterrupt
-        return evaluate(*given)
+        return evaluate(*given, **options)
 
     monkeypatch.setattr(downstream, "score_task", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -5,6 +5,7 @@ and as commands.
 import gzip
 import json
 import math
+import re
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from corpora import jsonl, write_ids
 from numerics import SEED, assert_near, seeded, tolerance
 from runs import REPO_ROOT
 from runs import run as train_run
+from scipy import stats
 
 import configure
 import train
@@ -454,6 +456,41 @@ def test_documents_of_scored_windows(dense_run, tmp_path, score, corpus):
         tmp_path / "two.jsonl", trained_model, tokenizer, SimpleNamespace(stride=8, windows=None)
     )
     assert scored.documents.tolist() == [0] * 6 + [1] * 2
+
+
+def test_losses_of_two_runs_are_paired_by_document(dense_run, module_tiny, tmp_path, call):
+    """The difference and its interval by hand: a ratio of sums over documents, Student's t."""
+    own = ["model.router=dense", "run.name=other", "run.seed=5", "model.n_embd=32"]
+    train_run(config := module_tiny(*own))
+    other = folder.path_of(config)
+    texts = [TEXT, "kestrels dance", "é" * 20, "a bee learns maps of the field"]
+    file = tmp_path / "many.jsonl"
+    file.write_bytes(jsonl(texts))
+    printed = call(main, dense_run, other, file, "--stride", 8)
+    first, second = (load_model(run).model for run in (dense_run, other))
+    documents = [[EOT, *text.encode()] for text in texts]
+    sums = []  # of the differences of each document
+    for document in documents:
+        nats = np.subtract(by_hand(second, [document], 32, 8), by_hand(first, [document], 32, 8))
+        sums.append(nats.sum())
+    counts = np.array([len(document) - 1 for document in documents])
+    mean = sum(sums) / counts.sum()
+    shares = counts / counts.sum()
+    variance = sum((np.array(sums) - mean * counts) ** 2 / (1 - shares)) / counts.sum() ** 2
+    freedom = max(1, (shares**2).sum() ** 2 / (shares**4).sum() - 1)
+    half = stats.t.ppf(0.975, freedom) * math.sqrt(variance)
+    row = next(line for line in printed.splitlines() if line.startswith(f"{other} "))
+    said = [float(text) for text in re.findall(r"[+-]\d+\.\d+", row.partition(" ± ")[2])]
+    assert abs(mean) > 1e-3 and said == pytest.approx([mean, mean - half, mean + half], abs=2e-4)
+    assert f"minus {dense_run}'s, 95%" in printed
+    for run in (dense_run, other):
+        assert "many.jsonl" in (run / "eval/step_00000004/val_loss.json").read_text()
+
+
+def test_runs_that_cannot_be_paired(dense_run, module_tiny, call):
+    train_run(config := module_tiny("model.router=dense", "run.name=short", "model.block_size=16"))
+    said = call(main, dense_run, folder.path_of(config), code=2)
+    assert "have other windows of" in said and "(--windows)" in said
 
 
 def write_set(path, tokenizer, length=99):

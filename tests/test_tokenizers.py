@@ -390,7 +390,7 @@ def test_bytes_of_a_text_file_are_its_own(folders, tmp_path, kind, stride):
     trained = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(block_size=8)))
     args = SimpleNamespace(stride=stride, windows=None)
     corpus = open_text(tmp_path / "a.jsonl", trained, own, args)
-    result = score_corpus(NoModel(), corpus, ByteCounter(own))
+    result = score_corpus(NoModel(), corpus, ByteCounter(own)).result
     assert result.bytes == sum(len(text.encode()) for text in texts)
 
 
