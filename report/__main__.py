@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.out and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out}: a file, not a folder; name another")
-    require_packages("matplotlib", "scipy")
+    require_packages("jinja2", "matplotlib", "scipy")
     from report.page import read_report, write_report
 
     report = read_report(args)

@@ -5,26 +5,20 @@ is one file that needs no other, or a live page, whose pictures and script a ser
 """
 
 import base64
-import html
 import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from string import Template
+
+from jinja2 import Template
+from markupsafe import Markup, escape
 
 from common.files import write_atomic
 from common.text import escape_html, markdown_table, plural, text_table
 
 TEMPLATE = Path(__file__).with_name("page.html")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-LIVE_POLICY = POLICY.replace("data:", "'self'; script-src 'self'; connect-src 'self'")
-LIVE_HEAD = (
-    '<script src="live.js" defer></script>'
-    '<noscript><meta http-equiv="refresh" content="10"></noscript>'
-)
 LONG = 15  # rows of a table, and items of a list, that are shown without being unfolded
-STATES = ("running", "failed", "unknown")  # cells that have a colour
 
 
 @dataclass
@@ -33,6 +27,11 @@ class Heading:
 
     text: str
     level: int = 2
+
+    @property
+    def name(self) -> str:
+        """Its name in the address of a link."""
+        return re.sub(r"\W+", "-", self.text).strip("-")
 
 
 @dataclass
@@ -115,13 +114,13 @@ def write_page(title: str, blocks: Sequence[Block], footer: str, folder: Path) -
     Raises:
         OSError: a file cannot be written.
     """
-    page = [Heading(title, level=1), *blocks, Paragraph(footer)]
-    markdown = "\n\n".join(format_markdown(block) for block in page)
     pictures = {block.file: block.svg for block in blocks if isinstance(block, Picture)}
     for file in list_pictures(folder / "report.md") - pictures.keys():
         (folder / file).unlink(missing_ok=True)
     for file, svg in pictures.items():
         (folder / file).write_bytes(svg)
+    page = [Heading(title, level=1), *blocks, Paragraph(footer)]
+    markdown = "\n\n".join(format_markdown(block) for block in page)
     # a name of a folder may have bytes that are not UTF-8
     write_atomic(folder / "report.md", f"{markdown}\n".encode(errors="backslashreplace"))
     write_atomic(folder / "report.html", format_page(title, blocks, footer))
@@ -129,24 +128,26 @@ def write_page(title: str, blocks: Sequence[Block], footer: str, folder: Path) -
 
 def format_page(title: str, blocks: Sequence[Block], footer: str, live: bool = False) -> bytes:
     """The HTML of a page, with links to its headings."""
-    links = []
-    parts = [tag("h1", title), ""]
-    for block in blocks:
-        if isinstance(block, Heading):
-            name = re.sub(r"\W+", "-", block.text).strip("-")
-            links.append(f'<a href="#{name}">{html.escape(block.text)}</a>')
-            parts.append(f'</section><section id="{name}">')
-        parts.append(format_html(block, live))
-    parts[1] = f"<nav>{' · '.join(links)}</nav><section>"
-    template = Template(TEMPLATE.read_text())
-    page = template.substitute(
-        title=html.escape(title),
-        policy=LIVE_POLICY if live else POLICY,
-        head=LIVE_HEAD if live else "",
-        body="\n".join(parts),
-        footer=tag("footer", footer),
+    template = Template(TEMPLATE.read_text(), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = template.render(
+        title=title,
+        kinds_and_blocks=[(type(block).__name__, block) for block in blocks],
+        footer=footer,
+        live=live,
+        long=LONG,
+        format_text=format_text,
+        plural=plural,
     )
     return page.encode(errors="backslashreplace")
+
+
+def format_text(text: str) -> Markup:
+    """Text as HTML, with bold and code; lines do not break in an interval or after ±."""
+    text = str(escape(text))
+    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
+    text = re.sub(r"`(.+?)`", r"<code>\1</code>", text)
+    text = re.sub(r"\[[^] ]*, [^] ]*\]| ± ", lambda match: match[0].replace(" ", "\u00a0"), text)
+    return Markup(text)
 
 
 def list_pictures(markdown: Path) -> set[str]:
@@ -169,47 +170,3 @@ def format_markdown(block: Block) -> str:
     if isinstance(block, Picture):
         return f"![{escape_html(block.title)}]({block.file})\n\n{escape_html(block.caption)}"
     return block.to_markdown()
-
-
-def format_html(block: Block, live: bool) -> str:
-    """A block as HTML; a live page has addresses of pictures, others the pictures themselves."""
-    if isinstance(block, Heading):
-        return tag(f"h{block.level}", block.text)
-    if isinstance(block, Paragraph):
-        return tag("p", block.text)
-    if isinstance(block, Bullets):
-        items = f"<ul>{tag_each('li', block.items)}</ul>"
-        return fold(plural(len(block.items), "note"), items, len(block.items) > LONG)
-    if isinstance(block, Picture):
-        source = block.address if live else block.data
-        image = f'<img alt="{html.escape(block.title)}" src="{source}">'
-        return f"<figure>{image}{tag('figcaption', block.caption)}</figure>"
-    head = f"<thead><tr>{tag_each('th', block.columns)}</tr></thead>"
-    body = "\n".join(f"<tr>{tag_each('td', line)}</tr>" for line in block.lines)
-    table = f"<table>{head}<tbody>\n{body}\n</tbody></table>"
-    title = f"{block.title}: {plural(len(block.rows), 'row')}"
-    scrolled = f'<div class="table" tabindex="0" role="region" aria-label="{title}">{table}</div>'
-    return fold(title, scrolled, len(block.rows) > LONG, block.is_open)
-
-
-def fold(title: str, content: str, is_long: bool, is_open: bool = False) -> str:
-    """Long content below a title that unfolds it, and other content as it is."""
-    if not is_long:
-        return content
-    state = " open" if is_open else ""
-    return f"<details{state}><summary>{title}</summary>{content}</details>"
-
-
-def tag_each(name: str, texts: Sequence[str]) -> str:
-    """Each text as an HTML element."""
-    return "".join(tag(name, text) for text in texts)
-
-
-def tag(name: str, text: str) -> str:
-    """An HTML element of text with bold and code; lines do not break in an interval or after ±."""
-    text = html.escape(text)
-    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
-    text = re.sub(r"`(.+?)`", r"<code>\1</code>", text)
-    text = re.sub(r"\[[^] ]*, [^] ]*\]|± ", lambda match: match[0].replace(" ", "\u00a0"), text)
-    state = f' class="{text}"' if text in STATES else ""
-    return f"<{name}{state}>{text}</{name}>"

@@ -7,7 +7,7 @@ to readers of a report. Needs scipy.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,11 @@ class Difference:
     over: str = ""  # the independent draws: "seeds" or "documents"
     verdict: str = UNDECIDED
     p: float = math.nan  # p-value of no difference, by Holm's correction
+
+    @property
+    def is_decided(self) -> bool:
+        """True if the verdict is one."""
+        return not self.verdict.startswith(UNDECIDED)
 
     @property
     def half_width(self) -> float:
@@ -186,41 +191,38 @@ def measure_difference(
     group: Group,
     left: Variant,
     right: Variant,
-    step: int | None = None,
-    xs: Sequence[Any] | None = None,
+    at: Any = None,
 ) -> Difference | None:
     """Mean over values of the key of `left`'s loss minus `right`'s.
 
-    It pairs the seeds that both have at every value that both have; None without any.
+    It pairs the seeds that both have at every value at which they share one; None without any.
 
     Args:
         group: has both variants.
         left: first variant.
         right: second variant.
-        step: None for the one that is compared.
-        xs: values of the key; None for all.
+        at: a single value of the key, or without a key a step; None: the losses that are compared.
     """
-    pairs = []  # {seed: run} of both, for each value of the key
-    for x, left_runs in left.runs_by_x.items():
-        if x in right.runs_by_x and (xs is None or x in xs):
-            pairs.append((left_runs, right.runs_by_x[x]))
-    if not pairs:
-        return None
-    common_seeds = (left_runs.keys() & right_runs.keys() for left_runs, right_runs in pairs)
-    seeds = sorted(set.intersection(*common_seeds))
+    pairs = []  # {seed: evaluation} of both, for each value of the key
+    for end in group.ends_of(left) if at is None else [at]:
+        lefts = group.evaluations_at(left, end)
+        rights = group.evaluations_at(right, end)
+        if not lefts.keys().isdisjoint(rights):
+            pairs.append((lefts, rights))
+    common_seeds = [lefts.keys() & rights.keys() for lefts, rights in pairs]
+    seeds = sorted(set().union(*common_seeds).intersection(*common_seeds))
     if not seeds:
         return None
     losses = np.zeros((len(pairs), len(seeds)))
     windows = []
     documents = None
-    for i, (left_runs, right_runs) in enumerate(pairs):
-        for j, seed in enumerate(seeds):
-            first = group.evaluation(left_runs[seed], step)
-            second = group.evaluation(right_runs[seed], step)
-            losses[i, j] = first["val/loss"] - second["val/loss"]
-            if "val/window_losses" in first and "val/window_losses" in second:
-                windows.append(np.subtract(first["val/window_losses"], second["val/window_losses"]))
-                documents = first.get("val/window_documents")
+    for (i, (lefts, rights)), (j, seed) in product(enumerate(pairs), enumerate(seeds)):
+        first = lefts[seed]
+        second = rights[seed]
+        losses[i, j] = first["val/loss"] - second["val/loss"]
+        if "val/window_losses" in first and "val/window_losses" in second:
+            windows.append(np.subtract(first["val/window_losses"], second["val/window_losses"]))
+            documents = first.get("val/window_documents")
     every_run_has_windows = len(windows) == losses.size
     mean_windows = np.mean(windows, axis=0) if every_run_has_windows else None
     return estimate_difference(losses.mean(axis=0), mean_windows, documents)
@@ -233,17 +235,17 @@ def find_pairs(group: Group, baseline: str) -> list[tuple[Variant, Variant]]:
     is compared with all others.
     """
     pairs = []
-    last_routers = {baseline}  # second in pairs with others, so that no pair of routers flips
-    last_routers |= {variant.router for variant in group.variants if variant.label == baseline}
+    last_routers = set()  # second in pairs with others, so that no pair of routers flips
+    for variant in group.variants:
+        if baseline in (variant.router, variant.label):
+            last_routers.add(variant.router)
     # reversed, because routers that a user added come first in a pair
     for left, right in combinations(reversed(group.variants), 2):
         has_baseline = baseline in (left.label, right.label)
-        if not has_baseline and not is_natural_pair(group, left, right):
-            continue
         is_baseline_router = left.router in last_routers and right.router not in last_routers
         if left.label == baseline or is_baseline_router:
-            pairs.append((right, left))
-        else:
+            left, right = right, left
+        if has_baseline or is_natural_pair(group, left, right):
             pairs.append((left, right))
     return pairs
 
@@ -263,16 +265,14 @@ def judge_pairs(
 ) -> list[Comparison]:
     """Compare pairs at the end, as one family; pairs without a common seed are left out."""
     compared = []
-    differences = []
     for left, right in pairs:
         difference = measure_difference(group, left, right)
         if difference is not None:
-            compared.append((left, right))
-            differences.append(difference)
-    judged = judge_family(differences, margin)
+            compared.append(Comparison(left, right, difference))
+    judged = judge_family([pair.difference for pair in compared], margin)
     return [
-        Comparison(left, right, difference)
-        for (left, right), difference in zip(compared, judged, strict=True)
+        pair._replace(difference=difference)
+        for pair, difference in zip(compared, judged, strict=True)
     ]
 
 

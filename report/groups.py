@@ -7,14 +7,14 @@ have the same corpus, shape, schedule and validation windows. configure/schema.p
 whether it is an option, separates groups or is neutral.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median_low
 from typing import Any
 
 from configure.schema import KEYS, select_keys
-from report.run import Run, format_value, join_labels
+from report.run import Run, count_values, find_varying, format_value, join_labels
 from report.runs import find_text_mismatch
 from report.style import STYLES
 
@@ -35,27 +35,39 @@ class Variant:
 
     router: str
     options: dict[str, Any]
-    # {value of the report's key, None without a key: {seed: run}}
-    runs_by_x: dict[Any, dict[int, Run]] = field(default_factory=dict)
+    # {(value of the report's key, None without a key; seed): run}
+    runs: dict[tuple[Any, int], Run] = field(default_factory=dict)
     options_label: str = ""
+    state: str = ""  # of a run that is not compared, with its seed
 
     @property
     def label(self) -> str:
-        return join_labels([self.router, self.options_label])
+        return join_labels([self.router, self.options_label, self.state])
 
     @property
-    def runs(self) -> list[Run]:
-        runs = []
-        for runs_by_seed in self.runs_by_x.values():
-            runs += [runs_by_seed[seed] for seed in sorted(runs_by_seed)]
-        return runs
+    def first_run(self) -> Run:
+        return next(iter(self.runs.values()))
+
+    @property
+    def xs(self) -> list[Any]:
+        """Values of the key that it has runs at, ascending; [None] without a key."""
+        return sorted({x for x, _ in self.runs})
+
+    def runs_at(self, x: Any = None) -> dict[int, Run]:
+        """{seed: run} at a value of the key."""
+        return {seed: run for (run_x, seed), run in self.runs.items() if run_x == x}
 
     def shares_seed(self, other: "Variant") -> bool:
         """True if both variants have a run with one seed at one value of the key."""
-        for x in self.runs_by_x.keys() & other.runs_by_x.keys():
-            if self.runs_by_x[x].keys() & other.runs_by_x[x].keys():
-                return True
-        return False
+        return not self.runs.keys().isdisjoint(other.runs)
+
+
+def list_runs(variants: Iterable[Variant]) -> list[Run]:
+    """The runs of some variants."""
+    runs = []
+    for variant in variants:
+        runs += variant.runs.values()
+    return runs
 
 
 @dataclass(eq=False)
@@ -77,36 +89,17 @@ class Group:
     @property
     def runs(self) -> list[Run]:
         """The runs that are compared."""
-        runs = []
-        for variant in self.variants:
-            runs += variant.runs
-        return runs
+        return list_runs(self.variants)
 
     @property
     def shown_runs(self) -> list[Run]:
         """The runs that are compared, then those of the other curves."""
-        runs = self.runs
-        for curve in self.curves:
-            runs += curve.runs
-        return runs
-
-    def add_variant(self, variant: Variant) -> Variant:
-        """The group's variant of the same router and options, or else `variant`, which is added."""
-        for other in self.variants:
-            if (other.router, other.options) == (variant.router, variant.options):
-                return other
-        self.variants.append(variant)
-        return variant
+        return list_runs(self.variants + self.curves)
 
     @property
     def xs(self) -> list[Any]:
         """Values of the key, ascending; [None] without a key."""
-        if self.key is None:
-            return [None]
-        xs: set[Any] = set()
-        for variant in self.variants:
-            xs.update(variant.runs_by_x)
-        return sorted(xs)
+        return sorted(set().union(*(variant.xs for variant in self.variants)))
 
     @property
     def max_steps(self) -> int:
@@ -131,18 +124,28 @@ class Group:
                 steps[i] = step
         return steps
 
-    def evaluation(self, run: Run, step: int | None = None) -> dict[str, Any]:
-        """A run's evaluation at `step`; by default the one that is compared.
+    def ends_of(self, variant: Variant) -> list[Any]:
+        """Where its losses are compared: at its values of the key, or at the last common step."""
+        return variant.xs if self.key else self.steps[-1:]
 
-        That is the run's last in a report over a key, else the one at the last common step.
-        """
-        if step is None:
-            step = run.max_steps if self.key else self.steps[-1]
-        return run.evaluations[step]
+    def evaluation(self, run: Run) -> dict[str, Any]:
+        """A run's evaluation that is compared."""
+        return run.evaluations[run.max_steps if self.key else self.steps[-1]]
 
-    def loss(self, run: Run, step: int | None = None) -> float:
-        """A run's validation loss in `evaluation`."""
-        return self.evaluation(run, step)["val/loss"]
+    def loss(self, run: Run) -> float:
+        """A run's validation loss that is compared."""
+        return self.evaluation(run)["val/loss"]
+
+    def evaluations_at(self, variant: Variant, at: Any) -> dict[int, dict[str, Any]]:
+        """{seed: evaluation} of a variant at a value of the key, or without a key at a step."""
+        runs = variant.runs_at(at if self.key else None)
+        if self.key:
+            return {seed: self.evaluation(run) for seed, run in runs.items()}
+        return {seed: run.evaluations[at] for seed, run in runs.items()}
+
+    def losses_at(self, variant: Variant, at: Any) -> list[float]:
+        """The losses of the runs in `evaluations_at`."""
+        return [line["val/loss"] for line in self.evaluations_at(variant, at).values()]
 
     def find_counterparts(self, variant: Variant, name: str) -> list[Variant]:
         """Variants to compare with `variant`: with that label, or of another router of that name.
@@ -150,15 +153,15 @@ class Group:
         They share a seed with it. Of several, those that share most options with it.
         """
         candidates = []
+        n_shared = []
         for other in self.variants:
             is_other_router = other.router == name and variant.router != name
             is_named = other.label == name or is_other_router
             if is_named and other is not variant and variant.shares_seed(other):
                 candidates.append(other)
-        options = variant.options.items()
-        n_shared = [len(other.options.items() & options) for other in candidates]
-        most_shared = max(n_shared, default=0)
-        return [other for other, n in zip(candidates, n_shared, strict=True) if n == most_shared]
+                n_shared.append(len(other.options.items() & variant.options.items()))
+        most = max(n_shared, default=0)
+        return [other for other, n in zip(candidates, n_shared, strict=True) if n == most]
 
 
 def group_runs(runs: Sequence[Run], key: str | None = None) -> tuple[list[Group], list[str]]:
@@ -240,17 +243,8 @@ def find_tied_keys(runs: Sequence[Run], key: str) -> list[str]:
     Such are the sizes of a larger model.
     """
     n_values = count_values(runs, [key])
-    tied = []
-    for other in SETTING_KEYS:
-        varies = other != key and count_values(runs, [other]) > 1
-        if varies and count_values(runs, [key, other]) == n_values:
-            tied.append(other)
-    return tied
-
-
-def count_values(runs: Sequence[Run], keys: Sequence[str]) -> int:
-    """The number of different values that runs have of `keys` together."""
-    return len({run.values(keys) for run in runs})
+    varying = find_varying(runs, [other for other in SETTING_KEYS if other != key])
+    return [other for other in varying if count_values(runs, [key, other]) == n_values]
 
 
 def build_groups(
@@ -261,31 +255,35 @@ def build_groups(
     Of two compared runs of one variant and seed the one that was evaluated further counts. Of the
     others those with an evaluation are curves.
     """
-    group_keys = [other for other in SETTING_KEYS if other != key and other not in tied_keys]
+    group_keys = [other for other in SETTING_KEYS if other not in (key, *tied_keys)]
     option_keys = [other for other in OPTION_KEYS if other != key]
+    all_keys = [*group_keys, "model.router", *option_keys]
     groups: dict[tuple, Group] = {}  # keys: values of group_keys
+    variants: dict[tuple, Variant] = {}  # keys: values of all_keys
     notes = []
 
     def find_group(run: Run) -> Group:
         values = run.values(group_keys)
-        if values not in groups:
-            groups[values] = Group("", dict(zip(group_keys, values, strict=True)), [], key)
-        return groups[values]
+        named_values = dict(zip(group_keys, values, strict=True))
+        return groups.setdefault(values, Group("", named_values, [], key))
 
     def make_variant(run: Run) -> Variant:
         options = dict(zip(option_keys, run.values(option_keys), strict=True))
         return Variant(run.config.model.router, options)
 
-    for run in sorted(compared, key=lambda run: -run.last_evaluated):
+    for run in sorted(compared, key=lambda run: (-run.last_evaluated, run.seed)):
         x = None if key is None else run.value(key)
-        variant = find_group(run).add_variant(make_variant(run))
-        first = variant.runs_by_x.setdefault(x, {}).setdefault(run.seed, run)
+        variant = variants.setdefault(run.values(all_keys), make_variant(run))
+        first = variant.runs.setdefault((x, run.seed), run)
         if first is not run:
             notes.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
+    for variant in variants.values():
+        find_group(variant.first_run).variants.append(variant)
     for run in others:
         if run.evaluations:
             variant = make_variant(run)
-            variant.runs_by_x[None] = {run.seed: run}
+            variant.runs[None, run.seed] = run
+            variant.state = f"seed {run.seed}, {run.status.state}"
             find_group(run).curves.append(variant)
     for group in groups.values():
         group.variants.sort(key=order_variant)
@@ -308,22 +306,21 @@ def reject_incomparable(groups: Sequence[Group]) -> tuple[list[Group], list[str]
     comparable = []
     faults = []
     for group in groups:
+        fault = find_text_mismatch(group.runs)
         if group.variants and group.key is None and not group.steps:
             folders = ", ".join(str(run.folder) for run in group.runs)
             fault = f"{folders}: evaluated at no common step"
-        else:
-            fault = find_text_mismatch(group.runs)
         if fault:
-            faults.append(fault)
+            faults.append(f"left out: {fault}")
             continue
         comparable.append(group)
         first = group.shown_runs[0]
         for curve in list(group.curves):
-            fault = find_text_mismatch([first, *curve.runs])
+            fault = find_text_mismatch([first, curve.first_run])
             if fault:
-                faults.append(fault)
+                faults.append(f"left out: {fault}")
                 group.curves.remove(curve)
-    return comparable, [f"left out: {fault}" for fault in faults]
+    return comparable, faults
 
 
 def describe_gaps(group: Group) -> str:
@@ -335,7 +332,7 @@ def describe_gaps(group: Group) -> str:
     seeds = {run.seed for run in group.runs}
     for variant in group.variants:
         for x in group.xs:
-            missing = sorted(seeds - variant.runs_by_x.get(x, {}).keys())
+            missing = sorted(seeds - variant.runs_at(x).keys())
             if missing:
                 at_x = "" if x is None else f" at {format_value(group.key, x)}"
                 gaps.append(f"{variant.label}{at_x} lacks seed {', '.join(map(str, missing))}")
@@ -359,14 +356,12 @@ def label_variants(groups: Sequence[Group]) -> None:
     variants = []
     for group in groups:
         variants += group.variants + group.curves
-    varying = find_varying([variant.options for variant in variants])
-    for key in LAST_IN_LABELS:
-        values_of_router: dict[str, set[Any]] = {}
-        for variant in variants:
-            values = values_of_router.setdefault(variant.router, set())
-            values.add(variant.options.get(key))
-        if all(len(values) == 1 for values in values_of_router.values()) and key in varying:
-            varying.remove(key)
+    runs = [variant.first_run for variant in variants]
+    n_routers = count_values(runs, ["model.router"])
+    varying = []
+    for key in find_varying(runs, variants[0].options):
+        if key not in LAST_IN_LABELS or count_values(runs, ["model.router", key]) > n_routers:
+            varying.append(key)
     for variant in variants:
         values = [format_value(key, variant.options[key]) for key in varying]
         variant.options_label = ", ".join(values)
@@ -377,29 +372,13 @@ def label_groups(groups: Sequence[Group]) -> list[Group]:
 
     Keys that the schema labels first are chosen before others.
     """
-    rows = [group.values for group in groups]
+    runs = [group.shown_runs[0] for group in groups]
+    varying = find_varying(runs, groups[0].values)
     chosen: list[str] = []
-    n_labels = 1
-    for key in sorted(find_varying(rows), key=lambda key: key not in FIRST_IN_LABELS):
-        n_finer = count_distinct(rows, [*chosen, key])
-        if n_finer > n_labels:
+    for key in sorted(varying, key=lambda key: key not in FIRST_IN_LABELS):
+        if count_values(runs, [*chosen, key]) > count_values(runs, chosen):
             chosen.append(key)
-            n_labels = n_finer
     chosen.sort(key=SETTING_KEYS.index)
-    for group in groups:
-        run = group.shown_runs[0]
+    for group, run in zip(groups, runs, strict=True):
         group.label = join_labels(dict.fromkeys(run.describe(key) for key in chosen))
     return sorted(groups, key=lambda group: [group.values[key] for key in chosen])
-
-
-def find_varying(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that have several values."""
-    return [key for key in rows[0] if count_distinct(rows, [key]) > 1]
-
-
-def count_distinct(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
-    """The number of different values that rows have of `keys` together."""
-    values = set()
-    for row in rows:
-        values.add(tuple(row[key] for key in keys))
-    return len(values)

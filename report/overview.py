@@ -12,7 +12,7 @@ from statistics import median
 from common.text import escape_controls, plural
 from configure.schema import select_keys
 from report.blocks import Table
-from report.run import Run, join_labels
+from report.run import Run, find_varying, join_labels
 
 VALUES = {  # column: (name in metrics.jsonl, format)
     "train loss": ("train/loss", ".4f"),
@@ -32,10 +32,7 @@ def build_overview(runs: Sequence[Run], baseline: str = "kern") -> Table:
     are left out.
     """
     table = Table(list(COLUMNS), title="Runs", is_open=True)
-    varying = []
-    for key in KEYS_IN_ORDER:
-        if len({run.value(key) for run in runs}) > 1:
-            varying.append(key)
+    varying = find_varying(runs, KEYS_IN_ORDER)
     lowest: dict[tuple, Run] = {}  # {setting: the run with the lowest final loss}
     for run in sort_runs(runs):
         row = describe_run(run)

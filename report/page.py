@@ -183,7 +183,7 @@ def advise_seeds(comparisons: Sequence[Comparison]) -> list[Block]:
     """The command that adds a seed, if a pair has too few for a verdict."""
     for pair in comparisons:
         if pair.difference.seeds < MIN_SEEDS:
-            run = pair.left.runs[-1]
+            run = list(pair.left.runs.values())[-1]
             name = run.config.run.name.removesuffix(f"-seed{run.seed}")
             advice = TEXT["seeds"].format(
                 min_seeds=MIN_SEEDS, run=run, name=name, seed=run.seed + 1

@@ -1,7 +1,7 @@
 """A run's files, read, and the values of its config as reports compare them. Imports no torch."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -152,6 +152,16 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """The metadata of the run's last checkpoint; {} without an intact one."""
         return read_newest_metadata(self.folder / "checkpoints")
+
+
+def count_values(runs: Iterable[Run], keys: Sequence[str]) -> int:
+    """The number of different values that runs have of `keys` together."""
+    return len({run.values(keys) for run in runs})
+
+
+def find_varying(runs: Sequence[Run], keys: Iterable[str]) -> list[str]:
+    """The keys of which runs have several values."""
+    return [key for key in keys if count_values(runs, [key]) > 1]
 
 
 def join_labels(labels: Iterable[str]) -> str:

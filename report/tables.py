@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from common.text import plural
@@ -59,18 +59,14 @@ def build_loss_table(group: Group, steps: Sequence[int] = ()) -> Table:
 
     The default steps are the tenths of training.
     """
-    if group.key:
-        columns = {format_tick(group.key, x): (x, None) for x in group.xs}
-    else:
-        steps = steps or list(group.tenths.values()) or group.steps[-1:]
-        columns = {f"{step:,}": (None, step) for step in steps}
     name = group.key or "validation loss at step"
-    table = Table([name, "seeds", *columns], title="Losses")
+    xs = group.xs if group.key else steps or list(group.tenths.values()) or group.steps[-1:]
+    columns = {x: format_tick(group.key, x) if group.key else f"{x:,}" for x in xs}
+    table = Table([name, "seeds", *columns.values()], title="Losses")
     for variant in group.variants:
         row = {name: f"**{variant.label}**", "seeds": describe_seed_counts(variant)}
-        for column, (x, step) in columns.items():
-            runs = variant.runs_by_x.get(x, {}).values()
-            row[column] = format_mean([group.loss(run, step) for run in runs])
+        for x, column in columns.items():
+            row[column] = format_mean(group.losses_at(variant, x))
         table.rows.append(row)
         paper = {}
         for i, step in group.tenths.items():
@@ -82,10 +78,9 @@ def build_loss_table(group: Group, steps: Sequence[int] = ()) -> Table:
 
 def describe_seed_counts(variant: Variant) -> str:
     """The number of seeds, as a range where it varies over the key."""
-    counts = {len(runs_by_seed) for runs_by_seed in variant.runs_by_x.values()}
-    if len(counts) == 1:
-        return str(counts.pop())
-    return f"{min(counts)} to {max(counts)}"
+    counts = [len(variant.runs_at(x)) for x in variant.xs]
+    ends = dict.fromkeys([min(counts), max(counts)])
+    return " to ".join(map(str, ends))
 
 
 def build_pairs_table(
@@ -102,7 +97,7 @@ def build_pairs_table(
     for pair in sorted(comparisons, key=lambda pair: -abs(pair.difference.mean)):
         row = {"first": pair.left.label, "second": pair.right.label}
         for x in xs:
-            difference = measure_difference(group, pair.left, pair.right, xs=[x])
+            difference = measure_difference(group, pair.left, pair.right, x)
             row[format_tick(group.key, x)] = str(difference or "")
         row["first minus second, 95%"] = str(pair.difference)
         row["interval over"] = describe_draws(pair.difference)
@@ -165,13 +160,13 @@ def name_measure(name: str) -> str:
     return MEASURES[name][0] if name in MEASURES else name
 
 
-def read_measure(group: Group, runs: Mapping[int, Run], name: str) -> list[float]:
-    """A measure at the end of each of `runs`, {seed: run}, that has it.
+def read_measure(group: Group, runs: Iterable[Run], name: str) -> list[float]:
+    """A measure at the end of each run that has it.
 
     Where tasks are scored less often than losses, their last score counts.
     """
     values = []
-    for run in runs.values():
+    for run in runs:
         last_step = group.evaluation(run)["step"]
         measured = [value for step, value in run.series(name).items() if step <= last_step]
         values += measured[-1:]
@@ -183,7 +178,8 @@ def build_measure_table(group: Group) -> Table:
     measures = find_measures(group)
     table = Table(["at the end", *measures], title="Measures")
     for variant in group.variants:
-        for x, runs in sorted(variant.runs_by_x.items()):
+        for x in variant.xs:
+            runs = variant.runs_at(x).values()
             row = {}
             for name, form in measures.items():
                 row[name] = format_mean(read_measure(group, runs, name), form)

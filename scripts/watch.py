@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.serve is None:
         print(format_table(places))
         return
-    require_packages("matplotlib", "scipy")
+    require_packages("jinja2", "matplotlib", "scipy")
     try:
         server = make_server(args.serve, lambda: read_places(places))
     except (OSError, OverflowError) as error:

@@ -45,7 +45,7 @@ class Study(NamedTuple):
 
     def losses(self, router: str, balancing: str) -> np.ndarray:
         """(S,) final losses of a variant's `seeds`, nats per byte."""
-        runs = self.variants[router, balancing].runs_by_x[None]
+        runs = self.variants[router, balancing].runs_at()
         return np.array([self.group.loss(runs[seed]) for seed in self.seeds])
 
     def measure_lead(self, balancing: str) -> np.ndarray:
@@ -83,7 +83,7 @@ def read_study(argv: Sequence[str]) -> Study:
         balancing = name_balancing(*balance)
         if (router, balancing) in variants_in:
             variants[router, balancing] = variants_in[router, balancing]
-            seeds &= set(variants[router, balancing].runs_by_x[None])
+            seeds &= set(variants[router, balancing].runs_at())
         else:
             seeds.clear()
     if not seeds:
@@ -113,7 +113,8 @@ def tabulate_variants(study: Study) -> Table:
         if router != LEADER:
             difference = estimate_difference(losses - study.losses(LEADER, balancing))
             row[f"minus {LEADER}, 95%"] = format_half_width(difference)
-        runs = {seed: variant.runs_by_x[None][seed] for seed in study.seeds}
+        runs_by_seed = variant.runs_at()
+        runs = [runs_by_seed[seed] for seed in study.seeds]
         dead_experts = read_measure(study.group, runs, "val/dead_experts")
         zero_gates = read_measure(study.group, runs, "val/zero_gates")
         row["dead experts"] = f"{np.mean(dead_experts):.1f}"

@@ -41,7 +41,7 @@ def compare_best(group: Group, seeds: Sequence[int], margin: float = 0.0) -> lis
         ValueError: a variant lacks one of the seeds, or has no other seed.
     """
     best = [choose_best(group, variant, seeds) for variant in group.variants]
-    best.sort(key=lambda variant: np.mean([group.loss(run) for run in variant.runs]))
+    best.sort(key=lambda variant: np.mean([group.loss(run) for run in variant.runs.values()]))
     return judge_pairs(group, combinations(best, 2), margin)
 
 
@@ -52,7 +52,8 @@ def choose_best(group: Group, variant: Variant, seeds: Sequence[int]) -> Variant
         ValueError: it lacks one of the seeds, or has no other seed.
     """
     means = {}
-    for x, runs in variant.runs_by_x.items():
+    for x in variant.xs:
+        runs = variant.runs_at(x)
         missing = sorted(set(seeds) - runs.keys())
         if missing:
             raise ValueError(
@@ -60,14 +61,17 @@ def choose_best(group: Group, variant: Variant, seeds: Sequence[int]) -> Variant
             )
         means[x] = np.mean([group.loss(runs[seed]) for seed in seeds])
     x = min(means, key=means.__getitem__)
-    judges = {seed: run for seed, run in variant.runs_by_x[x].items() if seed not in seeds}
+    judges = {}
+    for seed, run in variant.runs_at(x).items():
+        if seed not in seeds:
+            judges[None, seed] = run
     if not judges:
         raise ValueError(
             f"--choose-on {', '.join(map(str, seeds))}: {variant.label} has no other seed to "
             "judge by"
         )
     label = join_labels([variant.options_label, format_value(group.key, x)])
-    return Variant(variant.router, variant.options, {None: judges}, label)
+    return Variant(variant.router, variant.options, judges, label)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def tabulate_effects(group: Group, margin: float) -> Table:
         spec = find_spec(variant.router)
         if spec is not None:
             parts = (spec.pre == "l2 over all", spec.phi == "relu", spec.gamma)
-            runs_of_formula[parts] = variant.runs_by_x[None]
+            runs_of_formula[parts] = variant.runs_at()
     if not len(runs_of_formula) == len(group.variants) == 8:
         raise ValueError("expected runs of the eight formulas with and without each part")
     seeds = sorted(set.intersection(*map(set, runs_of_formula.values())))

@@ -53,11 +53,11 @@ def tabulate_growth(groups: Sequence[Group]) -> Table:
 
 def find_log_best(variant: Variant) -> list[float]:
     """log2 of the norm at which the loss of each seed is lowest."""
-    norms = sorted(variant.runs_by_x)
+    norms = variant.xs
     xs = np.log2(norms)
     best = []
-    for seed in sorted(variant.runs_by_x[norms[0]]):
-        runs = [variant.runs_by_x[norm][seed] for norm in norms]
+    for seed in sorted(variant.runs_at(norms[0])):
+        runs = [variant.runs[norm, seed] for norm in norms]
         losses = [run.evaluations[run.max_steps]["val/loss"] for run in runs]
         lowest = int(np.argmin(losses))
         if lowest in (0, len(xs) - 1):

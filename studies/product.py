@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from report.__main__ import make_report_parser
 from report.groups import Group
-from report.pictures import collect_means
+from report.lines import collect_means
 from report.style import choose_style
 from studies.command import read_with_notes
 

@@ -92,6 +92,7 @@ def test_the_live_page_keeps_its_place_and_survives_its_server(browser, tmp_path
     runs = tmp_path / "runs"
     make_seeds(runs, dict.fromkeys(ROUTERS, 2.2), 2, noise=0.03)
     page = browser.new_page(viewport={"width": 360, "height": 700})
+    page.set_default_timeout(180_000)  # drawing 30 runs waits for a busy machine
     page.add_init_script("window.setTimeout = (run) => { window.reload = run; };")
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))

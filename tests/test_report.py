@@ -170,7 +170,7 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
         f"{early} is not compared: stopped at step 200 of 1,000",
         f"{twice} is left out: {kern} has the same settings and seed",
     ])  # fmt: skip
-    assert [curve.runs[0].folder for curve in group.curves] == [early, again]
+    assert [curve.first_run.folder for curve in group.curves] == [early, again]
     further = make_run(tmp_path / "x", until=0.6)
     (group,), notes = load(again, further)
     assert group.steps[-1] == 600 and f"{again} is left out: {further}" in notes[0]

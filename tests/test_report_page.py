@@ -81,7 +81,7 @@ def test_options_have_panels_of_their_own(tmp_path):
             tmp_path / f"{x}-{norm}", {"kern": 2, "tanh": 2 + 100 * x * norm}, overrides=given
         )
     (group,) = load_groups(*runs, key="optim.lr")
-    own, _, norm, minus_norm = draw_losses(group)
+    own, norm, _, minus_norm = draw_losses(group)
     assert list(lines_of(own)) == ["tanh, gate_norm own", "kern, gate_norm own"] and norm.get_title(
         "left"
     ).endswith("gate_norm 2")
@@ -296,9 +296,7 @@ def test_the_report_is_written(tmp_path, call):
     (row,) = re.findall(r"^\| tanh \| kern \| .*", page, re.M)
     assert re.match(r"\| tanh \| kern \| \+0\.(49|50)\d+ \[.*\] \| 3 seeds \| \*\*higher\*\* ", row)
     assert (
-        "of 8 documents" in page
-        and "Losses in nats per byte" in page
-        and "Student&#x27;s t" in html
+        "of 8 documents" in page and "Losses in nats per byte" in page and "Student&#39;s t" in html
     )
     assert re.search(r"^tanh +kern +\+0.(49|50)\d+ \[.*\] +3 seeds +higher", printed, re.M)
     assert "| 1,008 |" in page  # tokens/s: 1,006 to 1,010 were logged last

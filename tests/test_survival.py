@@ -35,7 +35,7 @@ from hf.export import export
 from model import GPT
 from report import __main__ as report
 from report.groups import group_runs
-from report.pictures import collect_means
+from report.lines import collect_means
 from report.runs import read_run
 from runtime import RunError, checkpoint, folder
 from runtime import state as train_state
