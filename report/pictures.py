@@ -18,6 +18,7 @@ from report.chart import LINE_HEIGHT, Chart, Panel
 from report.comparisons import Comparison
 from report.groups import Group
 from report.lines import build_line, collect_differences, collect_means
+from report.run import join_labels
 from report.style import NO_TOKEN, choose_styles
 from report.tables import describe_draws, find_measures, name_measure
 
@@ -87,7 +88,10 @@ def list_difference_panels(baseline: str, comparisons: Sequence[Comparison]) -> 
     sentence = f"Decided: {', '.join(decided) or 'nothing'}. Hollow markers are undecided."
     draws = {describe_draws(pair.difference) for pair in pairs}
     title = f"minus {baseline}'s at the end{describe_intervals(draws)}"
-    labels = [fill(pair.left.label, 20) for pair in pairs]
+    labels = []
+    for pair in pairs:
+        draw = describe_draws(pair.difference) if len(draws) > 1 else ""
+        labels.append(fill(join_labels([pair.left.label, draw]), 20))
     n_lines = 1 + max(label.count("\n") for label in labels)
     height = 80 + LINE_HEIGHT * n_lines * len(pairs)
     draw = partial(draw_differences, pairs=pairs, labels=labels)
