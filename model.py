@@ -363,25 +363,30 @@ def stack_stats(layers: list[Stats | None], device: torch.device) -> Stats:
     return Stats(**fields)
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter of GPT(config) by name, without allocating them.
+def build_block_kinds(config: ModelConfig) -> tuple[GPT, list[int]]:
+    """A GPT without values that has one block of each kind, and each layer's index among them.
 
-    Blocks differ in shape only by being dense. One of each kind is built: on the meta device
-    torch initialises weights slowly, 1,024 blocks in a minute (2 cores, 2026-11-27).
+    Blocks differ in shape only by being dense, and by the table of a hash layer, which is left out.
+    1,024 blocks last seconds to build, their hash tables minutes (2 cores, 2026-11-27).
     """
     n_dense = dense_layers(config)
     has_both = 0 < n_dense < config.n_layer
     kinds = {"n_layer": 1 + has_both, "n_dense_layer": min(n_dense, 1), "n_hash_layer": 0}
     with torch.device("meta"):
         model = GPT(config.model_copy(update=kinds))
+    return model, [int(has_both and layer >= n_dense) for layer in range(config.n_layer)]
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter of GPT(config) by name, without allocating them."""
+    model, kind_of_layer = build_block_kinds(config)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_children():
         if name != "blocks":
             shapes |= list_shapes(module, name)
             continue
-        for layer in range(config.n_layer):
-            block = model.blocks[int(has_both and layer >= n_dense)]
-            shapes |= list_shapes(block, f"blocks.{layer}")
+        for layer, kind in enumerate(kind_of_layer):
+            shapes |= list_shapes(model.blocks[kind], f"blocks.{layer}")
     return shapes
 
 

@@ -172,15 +172,18 @@ def copied_bytes(
     shapes: Shapes, n_layer: int, dtype: str, parallel: str, checkpointing: bool, hold: bool
 ) -> int:
     """Bytes of `Memory.copies`; arguments as in `estimate_memory`, `hold` as `holds_weights`."""
-
-    def count(prefix: str) -> int:
-        return sum(prod(shape) for name, shape in shapes.items() if name.startswith(prefix))
-
-    mlps = [count(f"blocks.{layer}.mlp.") for layer in range(n_layer)]
-    others = []  # parameters of each block outside its MLP
-    for layer, mlp in enumerate(mlps):
-        others.append(count(f"blocks.{layer}.") - mlp)
-    outside = count("") - sum(mlps) - sum(others)
+    mlps = [0] * n_layer  # parameters of each block's MLP
+    others = [0] * n_layer  # of each block outside its MLP
+    outside = 0
+    for name, shape in shapes.items():
+        if not name.startswith("blocks."):
+            outside += prod(shape)
+            continue
+        layer, part = name.split(".")[1:3]
+        if part == "mlp":
+            mlps[int(layer)] += prod(shape)
+        else:
+            others[int(layer)] += prod(shape)
     kept = max if checkpointing else sum  # autograd keeps the casts of one block, or of all
     cast_bytes = CAST_BYTES[dtype]
     casts = cast_bytes * (outside + kept(others))

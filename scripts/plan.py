@@ -10,6 +10,7 @@ communication.
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -18,7 +19,7 @@ import configure
 from common.command import build_parser, command, run_command
 from common.text import format_bytes, text_table
 from configure import Config, ConfigError
-from model import GPT, count_parameters, flops_per_token, parameter_shapes
+from model import build_block_kinds, count_parameters, flops_per_token, parameter_shapes
 from runtime import RunError
 from runtime.distributed import GPU, GPUS
 from runtime.folder import replace
@@ -30,7 +31,7 @@ from runtime.memory import (
     estimate_traffic,
     list_parallelisms,
 )
-from runtime.optimizers import group_parameters
+from runtime.optimizers import is_for_muon
 from runtime.step_time import estimate_mfu
 from scripts.dial import add_dial, is_dialled, load_text, write_config
 
@@ -68,19 +69,26 @@ def checkpoint_bytes(config: Config) -> int:
     It has weights and buffers, with train.ema_decay also their running mean, and of each trained
     weight a step count and AdamW's two moments, or Muon's one.
     """
-    with torch.device("meta"):
-        model = GPT(config.model)
-    tensors = list(model.state_dict().values())
-    if config.train.ema_decay:
-        tensors += tensors
-    n_scalar = 2  # the interval's statistics and the counters of updates, few numbers each
-    for group in group_parameters(model, config.optim):
-        tensors += group["params"]
-        if "momentum" not in group:  # AdamW
-            tensors += group["params"]
-        n_scalar += len(group["params"])  # step counts
-    data = sum(tensor.nbytes for tensor in tensors)
-    return data + TENSOR_OVERHEAD * (len(tensors) + n_scalar)
+    model, kind_of_layer = build_block_kinds(config.model)
+    n_blocks = Counter(kind_of_layer)
+    n_saved = 2 if config.train.ema_decay else 1  # times that weights and buffers are saved
+    trained = dict(model.named_parameters())
+    n_byte = 0
+    n_tensor = 2  # the interval's statistics and the counters of updates, few numbers each
+    for name, tensor in model.state_dict().items():
+        n_equal = 1
+        if name.startswith("blocks."):
+            n_equal = n_blocks[int(name.split(".")[1])]
+        n_copy = n_saved
+        if name in trained:
+            by_muon = config.optim.name == "muon" and is_for_muon(name, tensor.dim())
+            n_copy += 1 if by_muon else 2
+            n_tensor += n_equal  # step counts
+        n_byte += n_equal * n_copy * tensor.nbytes
+        n_tensor += n_equal * n_copy
+    n_table = n_saved * config.model.n_hash_layer
+    n_byte += n_table * config.model.vocab_size * config.model.top_k * torch.int64.itemsize
+    return n_byte + TENSOR_OVERHEAD * (n_tensor + n_table)
 
 
 def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
