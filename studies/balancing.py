@@ -124,8 +124,9 @@ def tabulate_variants(study: Study) -> Table:
 
 
 def format_half_width(difference: Difference) -> str:
-    """A difference as mean ± half its 95% interval."""
-    return f"{difference.mean:+.4f} ± {difference.half_width:.4f}"
+    """A difference as mean ± half its 95% interval, which one seed does not have."""
+    mean = f"{difference.mean:+.4f}"
+    return f"{mean} ± {difference.half_width:.4f}" if difference.over else mean
 
 
 def tabulate_contrast(study: Study) -> Table:

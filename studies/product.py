@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from common.command import command, run_command
 from report.__main__ import make_report_parser
 from report.groups import Group
 from report.lines import collect_means
@@ -52,5 +53,11 @@ def plot_product(group: Group) -> Figure:
     return figure
 
 
+@command
+def main(argv: Sequence[str]) -> None:
+    """Write the picture."""
+    plot(argv).savefig("product.png")
+
+
 if __name__ == "__main__":
-    plot(sys.argv[1:]).savefig("product.png")
+    run_command(lambda: main(sys.argv[1:]))

@@ -148,14 +148,20 @@ def test_planned_checkpoint_has_the_size_of_its_files(tiny, words):
 
 
 def test_checkpoint_of_a_deep_model_is_sized_without_its_blocks(monkeypatch):
-    def measure(n_layer, n_hash_layer):
+    def plan_model(n_layer, n_hash_layer):
         sizes = ["n_expert=8", "top_k=2", "n_dense_layer=1"]
         depth = [f"n_layer={n_layer}", f"n_hash_layer={n_hash_layer}"]
         words = [f"--model.{word}" for word in sizes + depth]
-        return plan.checkpoint_bytes(configure.load(REPO_ROOT / "config/125m.toml", words))
+        return configure.load(REPO_ROOT / "config/125m.toml", words)
+
+    def measure(n_layer, n_hash_layer):
+        return plan.checkpoint_bytes(plan_model(n_layer, n_hash_layer))
 
     of_block = measure(4, 2) - measure(3, 2)
     of_table = measure(4, 2) - measure(4, 1)
+    block = GPT(plan_model(4, 2).model).blocks[3]
+    weights = sum(p.nbytes for p in block.parameters())
+    assert of_block == pytest.approx(3 * weights, rel=0.01)  # with AdamW's moments
     assert of_table == 50304 * 2 * 8 + plan.TENSOR_OVERHEAD  # int64
     monkeypatch.delattr("model.hash_table")
     assert measure(1024, 1000) == measure(3, 1) + 1021 * of_block + 999 * of_table

@@ -30,7 +30,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -51,7 +51,7 @@ from report.blocks import Table
 from runtime.launch import check_command
 from runtime.signals import Stop
 from scripts import draw, plan, sample, sweep, watch
-from studies import best, growth, results
+from studies import balancing, best, effects, growth, product, results
 from track import __main__ as track
 from track import contest, entry, table
 from track.record import missing_tasks, new_record, write_record
@@ -127,6 +127,12 @@ softmax-renorm = {{ "model.router" = "softmax-renorm" }}
 kern = {{ "model.router" = "kern" }}
 """
 STUDY = "runs/gamma-* --over model.gate_norm"
+# Runs of other studies, enough for their commands
+STUDY_RUNS = {
+    "factorial": "runs/factorial-*-top_k8-seed[01]",
+    "form_balance": "runs/form_balance-*-seed30[01]",
+    "w_out": "runs/w_out-kern-*",
+}
 # Files can grow to so many bytes. Where one has just this size it is cut.
 FULL_DISKS = (0, 101, 1009, 5003, 20011)
 DISK = Path("full disk")  # stands for the damaged file
@@ -251,6 +257,11 @@ def run_study(tabulate: Callable[[Sequence[str]], Sequence[Table]]) -> Callable[
     return main
 
 
+def draw_product(arguments: list[str]) -> int:
+    """studies.product, whose picture has no text."""
+    return product.main(results.expand_arguments(" ".join(arguments), Path()))
+
+
 def run_results(arguments: list[str]) -> int:
     """studies.results with the records and the pages of the case."""
     results.RECORDS = Path("archives")
@@ -281,6 +292,8 @@ RUN = ["runs/tiny/config.toml", "runs/tiny/checkpoints/*4/manifest.json"]
 RUN.append("runs/tiny/checkpoints/*4/*.distcp")
 TASKS = "--tasks piqa --tasks-dir tasks --limit 4"
 METRICS = ["runs/tiny/metrics.jsonl", "runs/tiny/arrays/val_*4.npz"]
+BALANCED = "runs/form_balance-kern-balance_loss_coef0.0-sign-bias_update_rate0.0-seed300"
+SCALED = "runs/w_out-kern-expert_out_lr_ratio1.0-gate_norm2.0"
 COMMANDS = {
     "train (resume)": Command(run_train, "tiny.toml --train.max_steps=6", [*RUN, *METRICS, *SET]),
     "train (again)": Command(run_train, "tiny.toml", ["tiny.toml", *RUN, *METRICS]),
@@ -338,6 +351,21 @@ COMMANDS = {
     ),
     "studies.growth": Command(
         run_study(growth.tabulate), STUDY, ["runs/gamma-kern-gate_norm0.5/arrays/*.npz"]
+    ),
+    "studies.effects": Command(
+        run_study(effects.tabulate),
+        STUDY_RUNS["factorial"],
+        [f"runs/factorial-kern-top_k8-seed0/{name}" for name in ("config.toml", "metrics.jsonl")],
+    ),
+    "studies.balancing": Command(
+        run_study(balancing.tabulate),
+        STUDY_RUNS["form_balance"],
+        [f"{BALANCED}/{name}" for name in ("config.toml", "metrics.jsonl")],
+    ),
+    "studies.product": Command(
+        draw_product,
+        f"{STUDY_RUNS['w_out']} --over optim.expert_out_lr_ratio",
+        [f"{SCALED}/{name}" for name in ("config.toml", "metrics.jsonl")],
     ),
     "studies.results": Command(run_results, "--check", ["archives/gamma.tar.xz"]),
     "track verify": Command(run_track, "verify kern.json", ["kern.json"]),
@@ -434,6 +462,11 @@ def make_study(folder: Path) -> None:
     shutil.copy(archive, folder / "archives")
     with tarfile.open(archive) as file:
         file.extractall(folder, filter="data")
+    for name, pattern in STUDY_RUNS.items():
+        with tarfile.open(archive.with_name(f"{name}.tar.xz")) as file:
+            for member in file.getmembers():
+                if PurePath(member.name).match(f"{pattern}/*") and member.isfile():
+                    file.extract(member, folder, filter="data")
     (folder / "docs").mkdir()
     line = f"`python -m studies.best {STUDY} --choose-on 0`\n"
     for page in results.PAGES:
@@ -484,8 +517,9 @@ def judge(code: int | None, output: str, intact: str, path: Path) -> str:
     new_lines = find_new_lines(output, intact)
     if not new_lines:
         return "same"
-    # data.prepare counts files by their endings; a set or a run may be named as a whole
-    names = [path.name, ": read: ", "half-prepared", "no runs in", "No runs yet"]
+    # data.prepare counts files by their endings; a set or a run may be named as a whole; without
+    # checkpoints a run that has lost all its lines is like one that was not trained
+    names = [path.name, ": read: ", "half-prepared", "no runs in", "No runs yet", " lacks seed "]
     if path.parent.name.startswith("step_"):  # a checkpoint
         names.append(path.parent.name)
     if path == DISK:
