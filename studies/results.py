@@ -30,7 +30,7 @@ from report.comparisons import MIN_SEEDS, find_pairs, judge_pairs
 from report.groups import Group
 from report.page import Report, read_report
 from report.pictures import draw_figure, list_loss_panels
-from studies import balancing, best, effects, growth, product
+from studies import balancing, best, best_rates, effects, growth, product
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECORDS = Path(__file__).with_name("records")
@@ -169,12 +169,14 @@ TABULATE: dict[str, Callable[[Sequence[str]], list[Table]]] = {
     "scripts.report": tabulate_report,
     "studies.balancing": balancing.tabulate,
     "studies.best": best.tabulate,
+    "studies.best_rates": best_rates.tabulate,
     "studies.effects": effects.tabulate,
     "studies.growth": growth.tabulate,
 }
 PLOT: dict[str, Callable[[Sequence[str]], Figure]] = {
     "scripts.report": plot_report,
     "studies.balancing": balancing.plot,
+    "studies.best_rates": best_rates.plot,
     "studies.product": product.plot,
 }
 
