@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.text import first_line
 from model import GPT, MoE
 from runtime.distributed import Ranks, gather, print_once
-from runtime.expert_parallel import Journey
+from runtime.expert_parallel import Exchange
 
 DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
 # Rank 0's buffers must not overwrite the others' in every forward pass; torch 2.13 renamed the
@@ -237,7 +236,7 @@ def share_experts(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
             shard = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
             setattr(mixture.experts, name, nn.Parameter(shard))
         n_expert = len(mixture.router.weight)
-        mixture.exchange = torch.compiler.disable(partial(Journey, n_expert, mesh.get_group()))
+        mixture.exchange = Exchange(n_expert, mesh.get_group())
 
 
 def average_gradients(

@@ -21,6 +21,7 @@ from runtime import RunError, checkpoint, distributed
 from runtime.batches import RankBatches
 from runtime.branch import Branch
 from runtime.distributed import Ranks
+from runtime.expert_parallel import Exchange, measure_ranks
 from runtime.folder import RunFolder
 from runtime.graph import StepGraph, can_capture
 from runtime.optimizers import Optimizers, build_optimizer, choose_copy_dtype, measure_signal
@@ -216,9 +217,16 @@ class TrainState(AbstractContextManager["TrainState"]):
     def describe_routers(self) -> dict[str, Tensor]:
         """`gamma`, `bias_moved` and `expert_signal`, (L,) each, if there are any.
 
-        Under FSDP2 all ranks must call it.
+        With shared experts (train.expert_parallel) also `measure_ranks`. Unless the model is
+        replicated all ranks must call it.
         """
         values: dict[str, Tensor] = {}
+        exchanges = []
+        for mixture in self.mixtures:
+            if isinstance(mixture.exchange, Exchange):
+                exchanges.append(mixture.exchange)
+        if exchanges:
+            values |= measure_ranks(exchanges, self.compute.device)
         gammas = []
         for mixture in self.mixtures:
             if mixture.router.gamma is not None:
@@ -406,5 +414,8 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     shape = (train.micro_batch_size, config.model.block_size)
     with compute.autocast():
         warm_up_ddp_buckets(runner, shape, ranks.device)
+    for mixture in mixtures:
+        if isinstance(mixture.exchange, Exchange):
+            mixture.exchange.n_rows = []  # without the warm-up's
     optimizer.zero_grad(set_to_none=False)
     return state

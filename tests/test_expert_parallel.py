@@ -76,6 +76,7 @@ MODELS = {
     # by dynamo and AOT autograd, without inductor; compared with an eager run
     "compiled": ["model.router=kern", "model.n_shared_expert=1"],
     "one": ["model.router=softmax-renorm"],  # the same two experts get all tokens
+    "single": ["model.router=softmax", "model.top_k=1"],  # one expert gets all
     "inf": ["model.router=softmax"],  # an infinite gradient of one expert in step 3
 }
 WAYS = {  # train.parallel, ranks of a node, train.expert_parallel
@@ -97,6 +98,7 @@ COMPARED = {  # with "ddp 1"
     "muon": ["ddp 2", "fsdp 2"],
     "compiled": ["zero2 1", "fsdp 1", "fsdp 2"],
     "one": ["ddp 4"],
+    "single": ["ddp 2", "fsdp 4"],
     "inf": ["ddp 4", "fsdp 2"],
 }
 RESUMED = {  # the way that saved: the ways that resume
@@ -181,6 +183,8 @@ class Watch:
         for block in model.blocks:
             if self.case.model == "one":
                 block.mlp.router.selection_bias[[3, 6]] = 10.0
+            if self.case.model == "single":
+                block.mlp.router.selection_bias[3] = 10.0
             if self.case.model == "inf" and self.rank == 1:
                 block.mlp.experts.register_forward_pre_hook(self.before_experts)
         return BUILD(model, *args)
@@ -283,8 +287,9 @@ def assert_same_run(outcome, case: Case, wanted: Case) -> None:
     wanted_lines, wanted_reports = outcome(wanted)
     assert lines[-1]["step"] == 20 and len(lines) == len(wanted_lines)
     for line, wanted_line in zip(lines, wanted_lines, strict=True):
-        assert line.keys() == wanted_line.keys()
-        for key in line.keys() - {"time"}:
+        by_rank = {key for key in line if key.startswith("router/rank_")}  # not under DDP
+        assert line.keys() - by_rank == wanted_line.keys() - by_rank
+        for key in line.keys() & wanted_line.keys() - {"time"}:
             if not key.startswith("perf/"):
                 value = torch.tensor(line[key], dtype=torch.float64)
                 wanted_value = torch.tensor(wanted_line[key], dtype=torch.float64)
@@ -319,6 +324,23 @@ def test_same_run_as_under_ddp(outcome, case):
 def test_checkpoint_resumes_with_another_n(outcome, case):
     assert len(outcome(case)[1][0]["gradients"]) == 10  # of 20 steps
     assert_same_run(outcome, case, Case(case.model, "ddp 1"))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "case, imbalance",
+    [
+        (Case("one", "ddp 4"), 2.0),  # experts 3 and 6 are on two of four ranks
+        (Case("single", "ddp 2"), 2.0),
+        (Case("single", "fsdp 4"), 4.0),
+    ],
+    ids=str,
+)
+def test_time_lost_to_the_fullest_rank_is_logged(outcome, case, imbalance):
+    for line in outcome(case)[0]:
+        if "train/loss" in line:
+            assert line["router/rank_imbalance_of_layers"] == [imbalance, imbalance]
+            assert line["router/rank_wait"] == 1 - 1 / imbalance
 
 
 @pytest.mark.integration
