@@ -111,16 +111,16 @@ def order_curve(curve: Curve) -> tuple:
 
 def make_curve(group: Group, variant: Variant, n_variant: int) -> Curve:
     """The curve of a variant of a group."""
-    rates = sorted(variant.runs_by_x)
-    seeds = sorted(set.intersection(*(set(variant.runs_by_x[rate]) for rate in rates)))
+    rates = variant.xs
+    seeds = sorted(set.intersection(*(set(variant.runs_at(rate)) for rate in rates)))
     own_label = variant.label if n_variant > 1 or not group.label else ""
     label = join_labels([group.label, own_label])
     if not seeds:
         raise ValueError(f"{label}: no seed has a run at each rate; train the others first")
     losses = np.zeros((len(rates), len(seeds)))
     for row, rate in zip(losses, rates, strict=True):
-        row[:] = [group.loss(variant.runs_by_x[rate][seed]) for seed in seeds]
-    return Curve(label, variant.runs[0], seeds, np.array(rates), losses)
+        row[:] = [group.loss(variant.runs[rate, seed]) for seed in seeds]
+    return Curve(label, variant.first_run, seeds, np.array(rates), losses)
 
 
 def count_missing(runs: Sequence[Run]) -> None:
