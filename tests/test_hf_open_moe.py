@@ -280,6 +280,7 @@ VALUES = [
     {"rope_type": "linear", "factor": 2.0},
     {"rope_theta": "1"},
 ]
+FRACTIONS = ("rms_norm_eps", "layer_norm_epsilon", "rope_theta")
 KEYS = [
     "sliding_window",
     "use_sliding_window",
@@ -338,22 +339,38 @@ def find_settings(tiny, place, overrides):
     return find_settings(tiny, place, [*overrides, *needed]) if needed else (config, words)
 
 
+def find_their_logits(place, idx):
+    """The logits of transformers; None if it refuses the folder.
+
+    It refuses whole numbers where it wants fractions; a JSON file has one kind of number.
+    """
+    from transformers import AutoModelForCausalLM
+
+    table = json.loads((place / "config.json").read_text())
+    for whole in (False, True):
+        if whole:
+            floats = {key: float(table[key]) for key in FRACTIONS if type(table.get(key)) is int}
+            (place / "config.json").write_text(json.dumps(table | floats))
+        try:
+            return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(idx).logits
+        except Exception:  # of many kinds
+            continue
+    return None
+
+
 def assert_agreement(tiny, place, kind, unchanged_logits):
     """Refused with a remedy in one line, or the logits of transformers if it reads the folder.
 
     If it does not, they are those of the folder before the change: `unchanged_logits(idx)`.
     """
-    from transformers import AutoModelForCausalLM
-
     config, words = find_settings(tiny, place, OWN[kind])
     if words.startswith(f"train.init_from = {place}: "):
         assert re.search(r"; (use|download) |Prepare the text", words) and "\n" not in words, words
         return
     idx = ids(min(32, config.model.block_size)) % config.model.vocab_size
     model, _ = start(config)
-    try:
-        theirs = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(idx).logits
-    except Exception:  # it refuses the type of a key, which then plays no role here
+    theirs = find_their_logits(place, idx)
+    if theirs is None:  # it refuses the type of a key, which then plays no role here
         assert torch.equal(all_logits(model, idx), unchanged_logits(idx)), kind
         return
     limit = 5e-3 if "computed as exact GELU" in words else LOGITS

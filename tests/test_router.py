@@ -3,6 +3,7 @@
 import math
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -421,12 +422,15 @@ def test_balance_loss_equals_transformers(top_k):
 
 
 def choose_in_groups(scores: list[float], n_group: int, group_k: int, top_k: int) -> list[int]:
-    """A token's experts, by a loop: best first, ties to the lower index."""
+    """A token's experts, by a loop: best first, ties to the lower index.
+
+    Sums are rounded to float32, as the router's: in float64 fewer groups are equal.
+    """
     size = len(scores) // n_group
     sums = []
     for group in range(n_group):
         ordered = sorted(scores[group * size : (group + 1) * size], reverse=True)
-        sums.append(sum(ordered[:2]))
+        sums.append(np.float32(sum(ordered[:2])))
     best = sorted(range(n_group), key=lambda group: (-sums[group], group))[:group_k]
     allowed = [expert for expert in range(len(scores)) if expert // size in best]
     return sorted(allowed, key=lambda expert: (-scores[expert], expert))[:top_k]
