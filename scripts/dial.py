@@ -277,7 +277,7 @@ def list_run_lines(model: Model, batch: int, micro_batch: int, steps: int) -> It
     warmup = min(steps // 5, MAX_WARMUP)
     yield Line("optim.warmup_steps", warmup, "a fifth, at most 500: quickstart.toml, 125m.toml")
     decay = float(f"{min(MAX_DECAY, DECAY_STEPS / steps):.3g}")
-    yield Line("optim.weight_decay", decay, "lr * decay * steps as in 125m.toml: arXiv 2505.13738")
+    yield Line("optim.weight_decay", decay, "lr * decay * steps as in 125m.toml: arXiv 2405.13698")
     interval = max(1, steps // 10)
     yield Line("eval.interval", interval, "ten evaluations")
     yield Line("eval.windows", 512 if is_small else 2048, "the studies', the default")

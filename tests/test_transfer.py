@@ -201,3 +201,20 @@ def test_activations_keep_their_size_over_hidden_widths():
         spreads[knows_base] = max(rows) / min(rows)
     assert spreads[True] < 1.3
     assert spreads[False] > 1.6
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_activations_keep_their_size_over_experts_and_top_k(name):
+    """A factor of 1.3 at most over 8 and 64 experts with 2 and 8 chosen, at one K·H."""
+    optim = make_optim(BASE, name, "mup")
+    rows = []
+    for n_expert, top_k in ((8, 2), (8, 8), (64, 2), (64, 8)):
+        sizes = {"n_expert": n_expert, "top_k": top_k, "expert_hidden": 32 // top_k}
+        model = BASE.model_copy(update=sizes)
+        runs = [train_and_measure(model, optim, seed) for seed in range(2)]
+        squares = np.zeros((len(runs), len(runs[0])))
+        for row, run in zip(squares, runs, strict=True):
+            row[:] = [step["after block 2"] for step in run]
+        rows.append(np.sqrt(squares.mean(axis=0)))
+    assert (np.max(rows, axis=0) / np.min(rows, axis=0)).max() < 1.3
