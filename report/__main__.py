@@ -8,8 +8,8 @@
                                                                    loss minus that router's
     python -m scripts.report runs/norm-* --over model.gate_norm    a curve per router over that key
 
-Writes report.md with its pictures, and report.html, which contains all of it. Runs of one corpus,
-size and schedule are one setting, with tables of its own. Differences are paired by seed; a verdict
+Writes report.html, a page with its pictures in it, and prints its tables. Runs of one corpus, size
+and schedule are one setting, with tables of its own. Differences are paired by seed; a verdict
 needs three seeds. Needs requirements-report.txt.
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.command import build_parser, command, require_packages, run_command
+from common.files import write_atomic
 from report.blocks import Bullets, Heading, Table
 from report.runs import find_runs
 
@@ -35,13 +36,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.out and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out}: a file, not a folder; name another")
     require_packages("jinja2", "matplotlib", "scipy")
-    from report.page import read_report, write_report
+    from report.page import build_report, format_report, read_report
 
     report = read_report(args)
     out = args.out or name_folder(find_runs(args.runs))
     out.mkdir(parents=True, exist_ok=True)
     command = ["scripts.report", *map(str, sys.argv[1:] if argv is None else argv)]
-    for block in write_report(report, out, command):
+    blocks = build_report(report)
+    write_atomic(out / "report.html", format_report(report, blocks, command))
+    for block in blocks:
         if isinstance(block, Heading):
             print(block.text)
         if isinstance(block, Bullets):

@@ -1,4 +1,4 @@
-"""The blocks of a page, and a page of blocks as Markdown and as HTML.
+"""The blocks of a page, and a page of blocks as HTML.
 
 Text may use **bold** and `code`. HTML in it, such as in the name of a folder, is escaped. The HTML
 is one file that needs no other, or a live page, whose pictures and script a server has.
@@ -14,8 +14,7 @@ from pathlib import Path
 from jinja2 import Template
 from markupsafe import Markup, escape
 
-from common.files import write_atomic
-from common.text import escape_html, markdown_table, plural, text_table
+from common.text import markdown_table, plural, text_table
 
 TEMPLATE = Path(__file__).with_name("page.html")
 LONG = 15  # rows of a table, and items of a list, that are shown without being unfolded
@@ -106,26 +105,6 @@ class Table:
 Block = Heading | Paragraph | Bullets | Picture | Table
 
 
-def write_page(title: str, blocks: Sequence[Block], footer: str, folder: Path) -> None:
-    """Write report.md, report.html and the pictures into `folder`.
-
-    Pictures of an earlier report.md there that are not in this one are removed.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    pictures = {block.file: block.svg for block in blocks if isinstance(block, Picture)}
-    for file in list_pictures(folder / "report.md") - pictures.keys():
-        (folder / file).unlink(missing_ok=True)
-    for file, svg in pictures.items():
-        (folder / file).write_bytes(svg)
-    page = [Heading(title, level=1), *blocks, Paragraph(footer)]
-    markdown = "\n\n".join(format_markdown(block) for block in page)
-    # a name of a folder may have bytes that are not UTF-8
-    write_atomic(folder / "report.md", f"{markdown}\n".encode(errors="backslashreplace"))
-    write_atomic(folder / "report.html", format_page(title, blocks, footer))
-
-
 def format_page(title: str, blocks: Sequence[Block], footer: str, live: bool = False) -> bytes:
     """The HTML of a page, with links to its headings."""
     template = Template(TEMPLATE.read_text(), autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -148,25 +127,3 @@ def format_text(text: str) -> Markup:
     text = re.sub(r"`(.+?)`", r"<code>\1</code>", text)
     text = re.sub(r"\[[^] ]*, [^] ]*\]| ± ", lambda match: match[0].replace(" ", "\u00a0"), text)
     return Markup(text)
-
-
-def list_pictures(markdown: Path) -> set[str]:
-    """The files of the pictures in a report.md; none if there is no such file."""
-    if not markdown.is_file():
-        return set()
-    return set(
-        re.findall(r"^!\[.*\]\(([\w.-]+\.(?:png|svg))\)$", markdown.read_text("utf-8"), re.M)
-    )
-
-
-def format_markdown(block: Block) -> str:
-    """A block as Markdown."""
-    if isinstance(block, Heading):
-        return f"{'#' * block.level} {escape_html(block.text)}"
-    if isinstance(block, Paragraph):
-        return escape_html(block.text)
-    if isinstance(block, Bullets):
-        return "\n".join(f"- {escape_html(item)}" for item in block.items)
-    if isinstance(block, Picture):
-        return f"![{escape_html(block.title)}]({block.file})\n\n{escape_html(block.caption)}"
-    return block.to_markdown()

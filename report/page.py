@@ -17,7 +17,7 @@ import matplotlib
 
 from common.text import plural
 from report import pictures, tables
-from report.blocks import Block, Bullets, Heading, Paragraph, Picture, write_page
+from report.blocks import Block, Bullets, Heading, Paragraph, Picture, format_page
 from report.comparisons import MIN_SEEDS, Comparison, compare_group
 from report.groups import Group, group_runs
 from report.overview import build_overview, count_states
@@ -72,26 +72,6 @@ def read_report(args: Namespace) -> Report:
     return Report(runs, groups, notes + left_out, args.baseline, args.experiment, args.margin)
 
 
-def write_report(report: Report, folder: Path, command: Sequence[str]) -> list[Block]:
-    """Write report.md, report.html and their pictures into `folder`.
-
-    Args:
-        report: what is written.
-        folder: exists.
-        command: the arguments of python that the page names.
-
-    Returns:
-        The blocks with notes, tables and pictures.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    blocks = build_report(report)
-    title = plural(len(report.runs), "run")
-    write_page(title, blocks + explain_verdicts(report), describe_origin(command), folder)
-    return blocks
-
-
 def build_report(report: Report) -> list[Block]:
     """The overview, the notes, and the sections of the groups."""
     blocks: list[Block] = [
@@ -115,15 +95,25 @@ def build_report(report: Report) -> list[Block]:
     return blocks
 
 
-def explain_verdicts(report: Report) -> list[Block]:
-    """How to read the tables of pairs."""
-    blocks: list[Block] = [
+def format_report(
+    report: Report, blocks: Sequence[Block], command: Sequence[str], live: bool = False
+) -> bytes:
+    """The page of a report's blocks, with how to read the verdicts and where it is from.
+
+    Args:
+        report: what the page is of.
+        blocks: of `build_report`.
+        command: the arguments of python that made the page.
+        live: a server has its pictures and its script.
+    """
+    explanation = [
         Heading("How to read the verdicts"),
         Paragraph(TEXT["verdicts"].format(min_seeds=MIN_SEEDS)),
     ]
     if report.margin:
-        blocks.append(Paragraph(TEXT["equivalent"].format(margin=report.margin)))
-    return blocks
+        explanation.append(Paragraph(TEXT["equivalent"].format(margin=report.margin)))
+    title = plural(len(report.runs), "run")
+    return format_page(title, [*blocks, *explanation], describe_origin(command), live)
 
 
 def describe_origin(command: Sequence[str]) -> str:
@@ -146,13 +136,11 @@ def build_section(report: Report, group: Group) -> list[Block]:
     if report.experiment:
         text = TEXT["paper"] if group.paper_losses else TEXT["not_in_paper"]
         blocks.append(Paragraph(text.format(experiment=report.experiment)))
-    panels = pictures.list_loss_panels(group, report.baseline)
-    panels += pictures.list_difference_panels(report.baseline, comparisons)
+    panels = pictures.list_loss_panels(group, report.baseline, comparisons)
     blocks += draw_pictures(panels, group.label)
     if not group.variants:  # nothing is compared
         return blocks
-    steps = () if group.key else tables.choose_steps(group)
-    blocks.append(tables.build_loss_table(group, steps))
+    blocks.append(tables.build_loss_table(group))
     if comparisons:
         xs = group.xs if group.key else ()
         blocks.append(tables.build_pairs_table(group, comparisons, xs))

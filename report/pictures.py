@@ -18,9 +18,8 @@ from report.chart import LINE_HEIGHT, Chart, Panel
 from report.comparisons import Comparison
 from report.groups import Group
 from report.lines import build_line, collect_differences, collect_means
-from report.run import join_labels
-from report.style import NO_TOKEN, choose_styles
-from report.tables import describe_draws, find_measures, name_measure
+from report.style import NO_TOKEN
+from report.tables import find_measures, name_measure
 
 WIDTH = 298  # points of a panel: on a phone it has 328 pixels, and text of TEXT_SIZE points 11
 TEXT_SIZE = 10  # points, matplotlib's own
@@ -50,8 +49,13 @@ def list_measure_panels(group: Group, baseline: str) -> list[Panel]:
     return panels + list_load_panels(group)
 
 
-def list_loss_panels(group: Group, baseline: str) -> list[Panel]:
-    """Validation loss, then that minus the baseline's, over the key or over steps."""
+def list_loss_panels(
+    group: Group, baseline: str, comparisons: Sequence[Comparison] = ()
+) -> list[Panel]:
+    """Validation loss, then that minus the baseline's, over the key or over steps.
+
+    `comparisons` are those that the sentence below the differences names.
+    """
     losses = {}
     for variant in group.variants + group.curves:
         losses[variant] = collect_means(group, variant, "val/loss")
@@ -65,52 +69,23 @@ def list_loss_panels(group: Group, baseline: str) -> list[Panel]:
             points[x] = (difference.mean, difference.low, difference.high)
             draws.add(difference.over)
         lines[variant] = build_line(group, points)
-    title = f"minus {baseline}'s{describe_intervals(draws)}"
-    return panels + Chart(group, baseline, title, lines, is_difference=True).list_panels()
+    over = " or ".join(sorted(draws - {""}))
+    title = f"minus {baseline}'s, 95% over {over}" if over else f"minus {baseline}'s"
+    sentence = describe_verdicts(baseline, comparisons)
+    return panels + Chart(group, baseline, title, lines, sentence, True).list_panels()
 
 
-def describe_intervals(draws: set[str]) -> str:
-    """What 95% intervals are over, for a title; a single seed without documents has none."""
-    kinds = sorted(draws - {"", "-"}, reverse=True)
-    return f", 95% over {' or '.join(kinds)}" if kinds else ""
-
-
-def list_difference_panels(baseline: str, comparisons: Sequence[Comparison]) -> list[Panel]:
-    """The differences that are judged, a row for each variant but the baseline; none without."""
-    pairs = [pair for pair in comparisons if baseline in (pair.right.router, pair.right.label)]
-    if not pairs:
-        return []
-    pairs.sort(key=lambda pair: -pair.difference.mean)
+def describe_verdicts(baseline: str, comparisons: Sequence[Comparison]) -> str:
+    """The variants whose loss is decided to differ from the baseline's, and how many are not."""
     decided = []
-    for pair in reversed(pairs):
-        if pair.difference.is_decided:
-            decided.append(f"{pair.left.label} {pair.difference.verdict}")
-    sentence = f"Decided: {', '.join(decided) or 'nothing'}. Hollow markers are undecided."
-    draws = {describe_draws(pair.difference) for pair in pairs}
-    title = f"minus {baseline}'s at the end{describe_intervals(draws)}"
-    labels = []
-    for pair in pairs:
-        draw = describe_draws(pair.difference) if len(draws) > 1 else ""
-        labels.append(fill(join_labels([pair.left.label, draw]), 20))
-    n_lines = 1 + max(label.count("\n") for label in labels)
-    height = 80 + LINE_HEIGHT * n_lines * len(pairs)
-    draw = partial(draw_differences, pairs=pairs, labels=labels)
-    return [Panel(fill(title, 30), draw, sentence, height)]
-
-
-def draw_differences(axes: Axes, pairs: Sequence[Comparison], labels: Sequence[str]) -> None:
-    """Draw a row for each pair: its difference with the interval, filled if it is decided."""
-    axes.axvline(0, color="black", linewidth=0.8)
-    styles = choose_styles([pair.left.router for pair in pairs])
-    for label, pair, style in zip(labels, pairs, styles, strict=True):
-        difference = pair.difference
-        fill_style = "full" if difference.is_decided else "none"
-        color = style["color"]
-        axes.plot([difference.low, difference.high], [label, label], color=color)
-        axes.plot([difference.mean], [label], "o", color=color, fillstyle=fill_style)
-    axes.set_ylim(-0.7, len(pairs) - 0.3)
-    axes.locator_params(axis="x", nbins=3)
-    axes.grid(alpha=0.3, axis="x")
+    n_undecided = 0
+    for pair in sorted(comparisons, key=lambda pair: pair.difference.mean):
+        if baseline in (pair.right.router, pair.right.label):
+            if pair.difference.is_decided:
+                decided.append(f"{pair.left.label} {pair.difference.verdict}")
+            else:
+                n_undecided += 1
+    return f"Decided: {', '.join(decided) or 'nothing'}. Undecided: {n_undecided}."
 
 
 def list_load_panels(group: Group) -> list[Panel]:
@@ -121,13 +96,11 @@ def list_load_panels(group: Group) -> list[Panel]:
     loads = {}  # {label: (L, E)}
     sentences = []
     for variant in group.variants:
-        evaluation = group.evaluation(variant.first_run)
-        if "val/loads" in evaluation:
-            by_layer = np.array(evaluation["val/loads"], float)
+        by_layer = np.array(group.evaluation(variant.first_run).get("val/loads", []), float)
+        if by_layer.size:
             shares = -np.sort(-by_layer / by_layer.mean(1, keepdims=True))
             loads[variant.label] = shares
-            n_dead = np.count_nonzero(shares == 0)
-            dead = f"{n_dead} of {shares.size} dead"
+            dead = f"{np.count_nonzero(shares == 0)} of {shares.size} dead"
             sentences.append(f"{variant.label}: {dead}, busiest {shares.max():.1f}")
     if not loads:
         return []
@@ -140,12 +113,12 @@ def list_load_panels(group: Group) -> list[Panel]:
 def draw_loads(axes: Axes, loads: Mapping[str, np.ndarray]) -> None:
     """Draw the layers of each variant below each other, the busiest expert first."""
     widest = max(shares.shape[1] for shares in loads.values())
-    rows = []
+    rows = np.empty((0, widest))
     middles = []
     for shares in loads.values():
+        missing = widest - shares.shape[1]
         middles.append(len(rows) + len(shares) / 2 - 0.5)
-        for layer in shares:
-            rows.append(np.pad(layer, (0, widest - len(layer)), constant_values=np.nan))
+        rows = np.append(rows, np.pad(shares, ((0, 0), (0, missing)), constant_values=np.nan), 0)
         axes.axhline(len(rows) - 0.5, color="white", linewidth=2)
     colours = matplotlib.colormaps["viridis"].with_extremes(under=NO_TOKEN)
     scale = PowerNorm(0.5, vmin=1e-9, vmax=np.nanmax(rows))  # a root shows small loads

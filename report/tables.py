@@ -8,7 +8,7 @@ from typing import Any
 
 from common.text import plural
 from report.blocks import Table
-from report.comparisons import HIGHER, LOWER, Comparison, Difference, measure_difference
+from report.comparisons import Comparison, Difference, measure_difference
 from report.groups import Group, Variant
 from report.run import Run, format_tick, format_value, join_labels
 
@@ -22,17 +22,6 @@ MEASURES = {  # besides the losses: {name in metrics.jsonl: (in words, format)}
     "router/expert_signal": ("signal fraction of experts' gradients", ".3f"),
 }
 LOSSES_AND_SCORES = re.compile(r"val/.+/loss|tasks/.+/(acc|bits_per_byte)")  # names by set and task
-# (router, one with a higher loss): Sec. 4.1 and the appendix on KERN-after
-LOWER_IN_PAPER = {
-    ("kern", "dense"),
-    ("kern", "softmax"),
-    ("kern", "sigmoid"),
-    ("kern", "tanh"),
-    ("kern", "kern-after"),
-    ("softmax", "dense"),
-    ("sigmoid", "dense"),
-    ("tanh", "dense"),
-}
 
 
 def format_mean(values: Sequence[float], form: str = ".4f") -> str:
@@ -45,22 +34,18 @@ def format_mean(values: Sequence[float], form: str = ".4f") -> str:
     return f"{mean} ± {statistics.stdev(values):{form}}"
 
 
-def choose_steps(group: Group) -> list[int]:
+def list_steps(group: Group) -> list[int]:
     """The steps to show: all evaluations after step 0, of more than 10 the tenths and the last."""
-    last = group.steps[-1]
-    steps = [step for step in group.steps if step > 0] or [last]
-    if len(steps) > 10:
-        steps = sorted({*group.tenths.values(), last})
-    return steps
+    steps = [step for step in group.steps if step > 0]
+    if len(steps) <= 10:
+        return steps or group.steps
+    return sorted({*group.tenths.values(), steps[-1]})
 
 
-def build_loss_table(group: Group, steps: Sequence[int] = ()) -> Table:
-    """Loss of each variant over the key, or at `steps` with the paper's below it.
-
-    The default steps are the tenths of training.
-    """
+def build_loss_table(group: Group) -> Table:
+    """Loss of each variant over the key, or over steps with the paper's below it."""
     name = group.key or "validation loss at step"
-    xs = group.xs if group.key else steps or list(group.tenths.values()) or group.steps[-1:]
+    xs = group.xs if group.key else list_steps(group)
     columns = {x: format_tick(group.key, x) if group.key else f"{x:,}" for x in xs}
     table = Table([name, "seeds", *columns.values()], title="Losses")
     for variant in group.variants:
@@ -93,7 +78,6 @@ def build_pairs_table(
     table = Table(["first", "second"], title="Pairs")
     table.columns += [format_tick(group.key, x) for x in xs]
     table.columns += ["first minus second, 95%", "interval over", "first is", "Holm's p"]
-    table.columns += ["in the paper"]
     for pair in sorted(comparisons, key=lambda pair: -abs(pair.difference.mean)):
         row = {"first": pair.left.label, "second": pair.right.label}
         for x in xs:
@@ -103,9 +87,7 @@ def build_pairs_table(
         row["interval over"] = describe_draws(pair.difference)
         row["first is"] = f"**{pair.difference.verdict}**"
         row["Holm's p"] = format_p(pair.difference)
-        row["in the paper"] = find_claim(pair)
         table.rows.append(row)
-    table.drop_empty(["in the paper"])
     return table
 
 
@@ -119,19 +101,6 @@ def describe_draws(difference: Difference) -> str:
 def format_p(difference: Difference) -> str:
     """Holm's p-value; - if there is none."""
     return "-" if math.isnan(difference.p) else f"{difference.p:.2g}"
-
-
-def find_claim(pair: Comparison) -> str:
-    """The paper's verdict on the first of a pair, at its routers' own norms; "" without one."""
-    for variant in (pair.left, pair.right):
-        if variant.options.get("model.gate_norm") != 0:
-            return ""
-    routers = (pair.left.router, pair.right.router)
-    if routers in LOWER_IN_PAPER:
-        return LOWER
-    if routers[::-1] in LOWER_IN_PAPER:
-        return HIGHER
-    return ""
 
 
 def find_measures(group: Group) -> dict[str, str]:

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.command import build_parser, command, require_packages, run_command
-from common.text import plural
-from report.blocks import TEMPLATE, Block, Picture, format_page
+from report.blocks import TEMPLATE, Block, Picture
 from report.overview import build_overview
 from report.runs import Reading, find_runs, read_runs
 
@@ -52,19 +51,18 @@ def build_page(reading: Reading, sections: Sections) -> dict[str, bytes]:
     Sections whose data are in `sections` are not drawn again; the others are added.
     """
     from report.groups import group_runs  # imports torch
-    from report.page import Report, build_report, describe_origin, explain_verdicts
-
-    def build_blocks(groups: list, notes: list[str]) -> list[Block]:
-        report = Report(reading.runs, groups, notes + reading.left_out, sections=sections)
-        return build_report(report) + explain_verdicts(report)
+    from report.page import Report, build_report, format_report
 
     try:
-        blocks = build_blocks(*group_runs(reading.runs))
+        groups, notes = group_runs(reading.runs)
+        report = Report(reading.runs, groups, notes + reading.left_out, sections=sections)
+        blocks = build_report(report)
     except Exception as error:  # whatever is wrong in one run, the table is shown
-        blocks = build_blocks([], [f"no report: {str(error) or type(error).__name__}"])
-    origin = describe_origin(["scripts.watch", *sys.argv[1:]])
-    title = plural(len(reading.runs), "run")
-    files = {"/": format_page(title, blocks, origin, live=True), "/live.js": SCRIPT.read_bytes()}
+        fault = f"no report: {str(error) or type(error).__name__}"
+        report = Report(reading.runs, [], [fault, *reading.left_out], sections=sections)
+        blocks = build_report(report)
+    page = format_report(report, blocks, ["scripts.watch", *sys.argv[1:]], live=True)
+    files = {"/": page, "/live.js": SCRIPT.read_bytes()}
     for block in blocks:
         if isinstance(block, Picture):
             files[f"/{block.file}"] = block.svg

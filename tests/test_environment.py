@@ -102,7 +102,7 @@ def test_all_commands_in_another_world(tmp_path):
     assert set(changed) <= {"LOGLEVEL", "MPLCONFIGDIR"}
     assert list_tokens(real / "data") == list_tokens(usual / "data")
     assert end(configure.load(file, [*settings, f"run.dir={real / 'runs'}"])) == end(config)
-    assert "kern" in (real / "report 🙂/report.md").read_text(encoding="utf-8")
+    assert "kern" in (real / "report 🙂/report.html").read_text(encoding="utf-8")
     assert sorted(path.name for path in real.iterdir()) == sorted(
         ["data", "in.tar", "report 🙂", "runs", own_file.name]
     )

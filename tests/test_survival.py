@@ -623,7 +623,7 @@ def test_lost_lines_and_damaged_arrays_are_named(tiny, tmp_path, capsys, lost):
     assert (losses, evaluations) == ([3, 4, 5], [4]) or (losses, evaluations) == ([6, 7, 8], [6, 8])
     for last_step in (8, 10):  # as it is, and after it was resumed: the lines are still missing
         assert report.main([str(place), "--out", str(tmp_path / "report")]) == 0
-        page = (tmp_path / "report/report.md").read_text()
+        page = (tmp_path / "report/report.html").read_text()
         assert_named(page)
         assert f"{arrays.name} is damaged" in page
         ((group,), _) = group_runs([read_run(place)])
