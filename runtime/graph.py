@@ -44,10 +44,20 @@ class StepGraph:
         parameters: Iterable[nn.Parameter],
         enabled: bool,
         cast_weights: Sequence[Tensor] = (),
+        pool: Any = None,
     ) -> None:
-        """Set up without capturing. `cast_weights` are the weights that a step casts."""
+        """Set up without capturing.
+
+        Args:
+            parameters: of the model; they get gradients.
+            enabled: capture; else every step runs its passes.
+            cast_weights: the weights that a step casts.
+            pool: of torch.cuda.graph_pool_handle, memory that graphs of other models use, too, when
+                they are replayed; None: its own.
+        """
         self.parameters = list(parameters)
         self.cast_weights = cast_weights
+        self.pool = pool
         self.enabled = enabled
         self.n_step = 0
         self.captured: dict[bool, Captured] = {}  # the key is True for the step's first micro-batch
@@ -99,7 +109,7 @@ class StepGraph:
         if is_first:
             for p in self.parameters:
                 p.grad = None
-        pool = self.captured[True].graph.pool() if self.captured else None
+        pool = self.captured[True].graph.pool() if self.captured else self.pool
         graph, outputs = capture_graph(lambda: passes(*inputs), pool)
         gradients = [p.grad for p in self.parameters]
         return Captured(graph, inputs, outputs, gradients)

@@ -90,7 +90,8 @@ class Check:
     def bench(self, name: str, *arguments: str) -> None:
         """Run a command of tools.bench and keep its figures as `name`."""
         file = self.out / "bench.json"
-        code = bench([*arguments, *self.sizes.rounds, f"--json={file}"])
+        with free_memory():
+            code = bench([*arguments, *self.sizes.rounds, f"--json={file}"])
         self.figures[name] = json.loads(file.read_text())
         file.unlink()
         if code:

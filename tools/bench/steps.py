@@ -31,8 +31,9 @@ class Step:
     fails.
     """
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, pool: Any = None) -> None:
         self.config, self.device = config, device
+        self.pool = pool  # see StepGraph
         self.dtype = distributed.pick_dtype(config.train.dtype, device, config.model.router)
         self.tokens = config.train.micro_batch_size * config.model.block_size
 
@@ -64,7 +65,7 @@ class Step:
     def graph(self) -> StepGraph:
         """As in train.py, but weights are cast within the graph; runs the steps before it."""
         captures = can_capture(self.config.train.cuda_graph, self.device, False, True, 0)
-        graph = StepGraph(self.parts[0].parameters(), captures)
+        graph = StepGraph(self.parts[0].parameters(), captures, pool=self.pool)
         if captures:
             for _ in range(WARM_UP):
                 self.run(graph)
@@ -140,7 +141,9 @@ def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
     configs, bench = start(args, overrides, "ratio: time over the first row's", note)
     # dynamo silently gives up on a piece of code after 8 graphs
     torch._dynamo.config.recompile_limit = 1000
-    steps = {name: Step(config, bench.device) for name, config in configs.items()}
+    # of all graphs, five of which would need 80 GB; each replay writes what it reads
+    pool = torch.cuda.graph_pool_handle() if bench.device.type == "cuda" else None
+    steps = {name: Step(config, bench.device, pool) for name, config in configs.items()}
     median = bench.time({(name,): step for name, step in steps.items()})
     rows = []
     for (name,), seconds in median.items():
