@@ -1,16 +1,21 @@
 """Text for people: aligned tables, counts with their nouns, one-line reasons."""
 
+import shutil
+import sys
 from collections.abc import Sequence
 
 Cells = Sequence[str]  # a line of a table
 Table = tuple[list[str], list[list[str]]]  # head and rows
 
 
-def text_table(head: Cells, rows: Sequence[Cells], left: int = 1) -> str:
+def text_table(
+    head: Cells, rows: Sequence[Cells], left: int = 1, important: Sequence[str] = ()
+) -> str:
     """A table as aligned text with a rule under the head; Markdown's ** is removed.
 
     The first `left` columns are aligned to the left, the others to the right. Control characters
-    in cells are escaped.
+    in cells are escaped. If stdout is a terminal, columns for which it is too narrow are left out
+    and named below the table. The `important` ones come first, then the others from the left.
     """
     columns = []
     for column in zip(head, *rows, strict=True):
@@ -21,9 +26,36 @@ def text_table(head: Cells, rows: Sequence[Cells], left: int = 1) -> str:
         else:
             cells = [cell.rjust(width) for cell in cells]
         columns.append(cells)
-    lines = ["  ".join(cells) for cells in zip(*columns, strict=True)]
+    names = [*important, *head]
+    order = sorted(range(len(head)), key=lambda column: names.index(head[column]))
+    shown = fit_terminal([len(cells[0]) for cells in columns], order)
+    lines = []
+    for cells in zip(*columns, strict=True):
+        lines.append("  ".join(cells[column] for column in shown))
     lines.insert(1, "-" * len(lines[0]))
+    left_out = [name for column, name in enumerate(head) if column not in shown]
+    if left_out:
+        lines.append(f"no room for {'; '.join(left_out)}: add | cat to see all")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def fit_terminal(widths: Sequence[int], order: Sequence[int]) -> list[int]:
+    """The columns of a table to show: all, unless stdout is a terminal that is too narrow.
+
+    Then a column is shown if there is room for it after those before it in `order`. The first
+    always is.
+    """
+    if not sys.stdout.isatty():
+        return sorted(order)
+    first, *others = order
+    shown = [first]
+    room = shutil.get_terminal_size().columns - widths[first]
+    for column in others:
+        width = widths[column] + 2  # with the space before it
+        if width <= room:
+            shown.append(column)
+            room -= width
+    return sorted(shown)
 
 
 def escape_controls(text: str, keep: str = "") -> str:

@@ -55,6 +55,7 @@ COLUMNS = {
     "chance": "chance",
     "paper": "paper",
 }
+DIFFERENCE = "minus the first's, 95%"
 
 
 def result_key(
@@ -205,7 +206,7 @@ def write_results(
     """Write results.json and table.md from all of `folder`/tasks; send them to wandb.
 
     Returns:
-        The table.
+        The table, aligned.
     """
     config = trained.config
     by_task: dict[str, TaskMetrics] = {}
@@ -224,13 +225,14 @@ def write_results(
         "results": results,
     }
     write_atomic(folder / "results.json", json.dumps(report, indent=1) + "\n")
-    text = markdown_table(*tabulate_results(results, config))
+    table = tabulate_results(results, config)
+    note = ""
     if args.limit:
-        text += f"\n\nOnly the first {args.limit} documents of each task (--limit)."
-    write_atomic(folder / "table.md", text + "\n")
+        note = f"\n\nOnly the first {args.limit} documents of each task (--limit)."
+    write_atomic(folder / "table.md", f"{markdown_table(*table)}{note}\n")
     if config.log.wandb != "disabled":
         send_to_wandb(results, trained, args)
-    return text
+    return text_table(*table) + note
 
 
 def send_to_wandb(
@@ -280,7 +282,7 @@ def tabulate_differences(runs: Sequence[Path], bodies: Sequence[dict[str, dict]]
     """
     head = ["task", "metric", "documents", str(runs[0])]
     for run in runs[1:]:
-        head += [str(run), f"minus {runs[0]}'s, 95%"]
+        head += [str(run), DIFFERENCE]
     rows = []
     for name, body in bodies[0].items():
         for task, by_metric in body["values"].items():
@@ -341,7 +343,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 done = load_task_results(folder, shared)
                 bodies.append({name: done[name] for name in args.tasks})
     if len(bodies) > 1:
-        print(text_table(*tabulate_differences(args.runs, bodies), left=2))
+        head, rows = tabulate_differences(args.runs, bodies)
+        print(text_table(head, rows, 2, ["task", "metric", DIFFERENCE]))
 
 
 if __name__ == "__main__":

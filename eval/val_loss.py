@@ -60,6 +60,7 @@ TEXT_FIELD = "text"  # the field of JSON and parquet rows that holds the documen
 MAX_LOSS = 20  # nats per token; guessing among 2^16 tokens is 11: beyond, perplexity is "inf"
 WINDOWS = 1024  # scored in one call of the scorer; bounds memory
 HEAD = ("data", "windows", "tokens", "bytes", "loss, nats per token", "perplexity", "bits per byte")
+DIFFERENCE = "minus the first's, 95%"
 
 
 class Corpus(NamedTuple):
@@ -487,9 +488,13 @@ def print_results(
             mean = f"mean by the weights of the mixture: {weighted:.4f}"
             means.append(f"{trained.folder}: {mean}" if len(models) > 1 else mean)
     head = list(HEAD)
+    important = ["data", "loss, nats per token", "bits per byte"]
     if len(models) > 1:
-        head = ["run", *HEAD, f"minus {models[0].folder}'s, 95%"]
-    print(text_table(head, rows, left=1 if len(models) == 1 else 2))
+        head = ["run", *HEAD, DIFFERENCE]
+        if len(rows) == len(models):  # one set of data: its name tells no rows apart
+            important.remove("data")
+        important = ["run", DIFFERENCE, *important]
+    print(text_table(head, rows, 1 if len(models) == 1 else 2, important))
     print("\n".join(means), end="\n" if means else "")
 
 

@@ -71,13 +71,15 @@ class Picture:
 class Table:
     """Rows of text, each {column: cell}. A column that a row lacks is empty in it.
 
-    A page folds a long table below its title, unless it `is_open`.
+    A page folds a long table below its title, unless it `is_open`. A narrow terminal shows the
+    `important` columns first.
     """
 
     columns: list[str]
     rows: list[dict[str, str]] = field(default_factory=list)
     title: str = "Table"
     is_open: bool = False
+    important: Sequence[str] = ()
 
     @property
     def lines(self) -> list[list[str]]:
@@ -95,7 +97,7 @@ class Table:
 
     def to_text(self, left: int = 1) -> str:
         """Aligned text for a terminal; the first `left` columns are aligned to the left."""
-        return text_table(self.columns, self.lines, left)
+        return text_table(self.columns, self.lines, left, self.important)
 
     def to_markdown(self, gap: str = " ") -> str:
         """A Markdown table with `gap` between cells and bars."""

@@ -21,6 +21,7 @@ VALUES = {  # column: (name in metrics.jsonl, format)
 }
 COLUMNS = ("run", "settings", "state", "step", "train loss", "val loss", "note", "best")
 COLUMNS += ("tokens/s", "MFU", "left", "trouble")
+IMPORTANT = ("run", "state", "val loss", "trouble", "left", "step", "best", "train loss")
 SETTING_KEYS = select_keys("report", "setting")
 KEYS_IN_ORDER = ["model.router", "run.seed", *SETTING_KEYS, *select_keys("report", "option")]
 
@@ -31,7 +32,7 @@ def build_overview(runs: Sequence[Run], baseline: str = "kern") -> Table:
     Notes mark the baseline and the lowest loss of a setting. Columns that are empty for every run
     are left out.
     """
-    table = Table(list(COLUMNS), title="Runs", is_open=True)
+    table = Table(list(COLUMNS), title="Runs", is_open=True, important=IMPORTANT)
     varying = find_varying(runs, KEYS_IN_ORDER)
     lowest: dict[tuple, Run] = {}  # {setting: the run with the lowest final loss}
     for run in sort_runs(runs):

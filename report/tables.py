@@ -48,6 +48,7 @@ def build_loss_table(group: Group) -> Table:
     xs = group.xs if group.key else list_steps(group)
     columns = {x: format_tick(group.key, x) if group.key else f"{x:,}" for x in xs}
     table = Table([name, "seeds", *columns.values()], title="Losses")
+    table.important = [name, "seeds", *reversed(columns.values())]
     for variant in group.variants:
         row = {name: f"**{variant.label}**", "seeds": describe_seed_counts(variant)}
         for x, column in columns.items():
@@ -76,6 +77,7 @@ def build_pairs_table(
     It has the difference at each of `xs`, values of the key, and the mean, which is judged.
     """
     table = Table(["first", "second"], title="Pairs")
+    table.important = ["first", "second", "first minus second, 95%", "first is"]
     table.columns += [format_tick(group.key, x) for x in xs]
     table.columns += ["first minus second, 95%", "interval over", "first is", "Holm's p"]
     for pair in sorted(comparisons, key=lambda pair: -abs(pair.difference.mean)):

@@ -130,12 +130,16 @@ def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[
     rows.append([f"in {args.memory:g} GiB", *fits])
     rows.append(["sends per step", *list_traffic(config, plans, args)])
     head = [""]
-    for parallel, checkpointing in plans:
-        head.append(f"{parallel}, checkpointing" if checkpointing else parallel)
+    important = [""]
+    for (parallel, checkpointing), size in sums.items():
+        name = f"{parallel}, checkpointing" if checkpointing else parallel
+        head.append(name)
+        if size <= limit:
+            important.append(name)
     yield (
         f"memory on each of {args.gpus} GPUs, {config.train.micro_batch_size} sequences at a time:"
     )
-    yield text_table(head, rows)
+    yield text_table(head, rows, important=important)
     for (parallel, checkpointing), size in sums.items():
         if size <= limit:
             option = " --train.activation_checkpointing=true" if checkpointing else ""

@@ -9,8 +9,10 @@ import shlex
 import subprocess
 import sys
 import termios
+from functools import partial
 
 import pytest
+from fake_runs import make_seeds
 from runs import REPO_ROOT
 
 from common import progress
@@ -25,6 +27,7 @@ from common.text import (
     plural,
     text_table,
 )
+from report.__main__ import main as report_main
 
 
 # ---- commands
@@ -123,6 +126,66 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
 
 
 # ---- text
+def run_in_terminal(code: str, columns: int) -> str:
+    """What a Python program prints in a terminal of so many columns."""
+    terminal, inside = os.openpty()
+    termios.tcsetwinsize(inside, (24, columns))
+    command = [sys.executable, "-c", code]
+    # COLUMNS would override the terminal, and pytest's readline sets it where os.environ has it not
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    subprocess.run(
+        command, cwd=REPO_ROOT, env=environment, stdout=inside, stderr=inside, check=True
+    )
+    os.close(inside)
+    return os.read(terminal, 10_000).decode()
+
+
+@pytest.mark.parametrize(
+    "columns, head",
+    [
+        (1, "run"),
+        (10, "run  loss"),
+        (15, "run  loss  note"),
+        (33, "run  tokens per second  loss"),
+        (34, "run  tokens per second  loss  note"),
+    ],
+)
+def test_a_table_has_the_columns_that_fit_the_terminal(columns, head):
+    code = (
+        "from common.text import text_table\n"
+        "head = ['run', 'tokens per second', 'loss', 'note']\n"
+        "print(text_table(head, [['a', '20', '1.5', 'x']], important=['run', 'loss']))\n"
+    )
+    shown, rule, _, *left_out = run_in_terminal(code, columns).splitlines()
+    assert (shown, rule) == (head, "-" * len(head))
+    names = [name for name in ("tokens per second", "loss", "note") if name not in head]
+    expected = [f"no room for {'; '.join(names)}: add | cat to see all"] if names else []
+    assert left_out == expected
+
+
+def test_the_tables_of_a_report_keep_what_matters_most(tmp_path, call, monkeypatch):
+    """At 60, 80 and 120 columns each table fits, and has names, states, last losses and
+    differences; a pipe gets all columns.
+    """
+    make_seeds(tmp_path / "a", {"kern": 2.0, "tanh": 2.1, "softmax": 2.2}, noise=0.003)
+    monkeypatch.chdir(tmp_path)
+    report = partial(call, report_main, "a", "--out", "report")
+    every_column = report()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    kept = ("run .* state .* val loss", "validation loss .* 1,000$", "first minus second, 95%")
+    for columns in (60, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        printed = report()
+        tables = [block for block in printed.split("\n\n") if "\n---" in block]
+        assert len(tables) == every_column.count("\n---") and "no room for" in printed
+        for table in tables:
+            lines = [line for line in table.splitlines() if not line.startswith("no room for")]
+            assert max(map(len, lines)) <= columns
+        for pattern in kept:
+            assert re.search(pattern, printed, re.M), (columns, pattern)
+    assert "no room for" not in every_column
+
+
 def test_tables_align_numbers_to_the_right_and_escape_html():
     rows = [["long name", "1"], ["b", "10.25"]]
     assert text_table(["run", "loss"], rows).splitlines() == [
@@ -161,8 +224,6 @@ NAME = "quickstart-kern-warmup_steps200"
 )
 def test_a_narrow_terminal_keeps_what_matters_most(columns, shown):
     """In a pseudo-terminal the line is no wider than its columns, and ends with a whole part."""
-    terminal, inside = os.openpty()
-    termios.tcsetwinsize(inside, (24, columns))
     code = (
         "from common.progress import progress_bar\n"
         "from runtime.reporter import format_bar\n"
@@ -172,9 +233,7 @@ def test_a_narrow_terminal_keeps_what_matters_most(columns, shown):
         "bar.update(250)\n"
         "bar.refresh()\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, stderr=inside, check=True)
-    os.close(inside)
-    printed = os.read(terminal, 10_000).decode()
+    printed = run_in_terminal(code, columns)
     line = printed.rstrip().split("\r")[-1].rstrip()
     assert len(line) <= columns and re.fullmatch(shown, line)
 
