@@ -81,8 +81,6 @@ class Group:
     values: dict[str, Any]  # values of the config's keys that all runs share
     variants: list[Variant]  # of the runs that are compared
     key: str | None = None  # the key of --over; losses at the end of each run are compared
-    # the paper's losses as text, {(router, tenths of training): loss}
-    paper_losses: dict[tuple[str, int], str] = field(default_factory=dict)
     # runs that are shown and not compared, a variant for each
     curves: list[Variant] = field(default_factory=list)
 
@@ -110,19 +108,6 @@ class Group:
         """Steps at which every compared run was evaluated; the last is compared."""
         steps = [set(run.evaluations) for run in self.runs]
         return sorted(set.intersection(*steps)) if steps else []
-
-    @property
-    def tenths(self) -> dict[int, int]:
-        """{i: step} of the tenths of training, 1 to 10, at which every run was evaluated.
-
-        The paper prints its losses at these: at 5K, 10K, …, 50K.
-        """
-        steps = {}
-        for i in range(1, 11):
-            step, remainder = divmod(self.max_steps * i, 10)
-            if remainder == 0 and step in self.steps:
-                steps[i] = step
-        return steps
 
     def ends_of(self, variant: Variant) -> list[Any]:
         """Where its losses are compared: at its values of the key, or at the last common step."""

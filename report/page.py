@@ -18,10 +18,10 @@ import matplotlib
 from common.text import plural
 from report import pictures, tables
 from report.blocks import Block, Bullets, Heading, Paragraph, Picture, format_page
-from report.comparisons import MIN_SEEDS, Comparison, compare_group
+from report.comparisons import MIN_SEEDS, compare_group
 from report.groups import Group, group_runs
 from report.overview import build_overview, count_states
-from report.paper import read_paper_losses
+from report.paper import build_paper_table, check_experiment
 from report.run import Run, join_labels
 from report.runs import read_runs
 from report.status import format_time
@@ -61,10 +61,10 @@ def read_report(args: Namespace) -> Report:
         faults = [*left_out, *notes] or ["no run among the folders"]
         remedy = "" if left_out and not runs else "; continue with train.py, or name other runs"
         raise ValueError(faults[-1].removeprefix("left out: ") + remedy)
+    if args.experiment:
+        check_experiment(args.experiment)
     names = set()
     for group in groups:
-        if args.experiment:
-            group.paper_losses = read_paper_losses(args.experiment, group.values)
         for variant in group.variants:
             names |= {variant.router, variant.label}
     if args.baseline != "kern" and args.baseline not in names:
@@ -133,18 +133,18 @@ def build_section(report: Report, group: Group) -> list[Block]:
         Heading(group.label or "Loss"),
         Paragraph(tables.describe_group(group)),
     ]
-    if report.experiment:
-        text = TEXT["paper"] if group.paper_losses else TEXT["not_in_paper"]
-        blocks.append(Paragraph(text.format(experiment=report.experiment)))
     panels = pictures.list_loss_panels(group, report.baseline, comparisons)
     blocks += draw_pictures(panels, group.label)
     if not group.variants:  # nothing is compared
         return blocks
     blocks.append(tables.build_loss_table(group))
+    if report.experiment:
+        paper = build_paper_table(report.experiment, group.values)
+        text = TEXT["paper"] if paper.rows else TEXT["not_in_paper"]
+        blocks += [paper, Paragraph(text.format(experiment=report.experiment))]
     if comparisons:
         xs = group.xs if group.key else ()
         blocks.append(tables.build_pairs_table(group, comparisons, xs))
-        blocks += advise_seeds(comparisons)
     measure_table = tables.build_measure_table(group)
     if measure_table.rows:
         blocks.append(measure_table)
@@ -165,16 +165,3 @@ def draw_pictures(panels: Sequence[pictures.Panel], label: str) -> list[Block]:
         title = " ".join(panel.title.split())
         blocks.append(Picture(f"{'-'.join(words)}.svg", title, panel.sentence, svg))
     return blocks
-
-
-def advise_seeds(comparisons: Sequence[Comparison]) -> list[Block]:
-    """The command that adds a seed, if a pair has too few for a verdict."""
-    for pair in comparisons:
-        if pair.difference.seeds < MIN_SEEDS:
-            run = list(pair.left.runs.values())[-1]
-            name = run.config.run.name.removesuffix(f"-seed{run.seed}")
-            advice = TEXT["seeds"].format(
-                min_seeds=MIN_SEEDS, run=run, name=name, seed=run.seed + 1
-            )
-            return [Bullets([advice])]
-    return []

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from report.blocks import Table
+
 FOLDER = Path(__file__).parent
 EXPERIMENTS = FOLDER.parent / "config/paper"
 PaperTable = dict[str, Any]
@@ -23,37 +25,33 @@ def find_paper_table(experiment: str, values: Mapping[str, Any]) -> PaperTable:
     return {}
 
 
-def read_paper_losses(experiment: str, values: Mapping[str, Any]) -> dict[tuple[str, int], str]:
-    """The paper's losses in the setting of `values`, {key: value} of a config.
+def build_paper_table(experiment: str, values: Mapping[str, Any]) -> Table:
+    """The losses that the paper prints in the setting of `values`, {key: value} of a config.
 
-    Returns:
-        {(router, tenths of training: 1 for 5K, …, 10 for 50K): text}, such as `3.4429 ± 0.0040`
-        with the deviation over seeds where it is printed, and `?` if the number is doubtful.
-
-    Raises:
-        ValueError: `experiment` is not a file in config/paper.
+    They have the deviation over seeds where it is printed, and ? if they are doubtful. Steps are
+    the paper's, of 50,000. The table is empty if the paper prints none.
     """
+    numbers = find_paper_table(experiment, values)
+    table = Table(["paper at step"], title="The paper's losses")
+    for router, losses in numbers.get("loss", {}).items():
+        row = {"paper at step": router}
+        deviations = numbers.get("std", {}).get(router, {})
+        for steps, loss in losses.items():
+            row[steps] = f"{loss:.4f}"
+            if steps in deviations:
+                row[steps] += f" ± {deviations[steps]:.4f}"
+            if f"{router} {steps}" in numbers.get("doubtful", {}):
+                row[steps] += "?"
+        table.rows.append(row)
+        table.columns += [steps for steps in losses if steps not in table.columns]
+    return table
+
+
+def check_experiment(experiment: str) -> None:
+    """Raise ValueError if `experiment` is not a file in config/paper."""
     if not (EXPERIMENTS / f"{experiment}.toml").is_file():
         printed = ", ".join(stem for stem, tables in NUMBERS.items() if "loss" in tables[0])
         raise ValueError(
             f"--experiment {experiment}: not a file in config/paper; "
             f"the paper prints losses of {printed}"
         )
-    table = find_paper_table(experiment, values)
-    losses = {}
-    for router, row in table.get("loss", {}).items():
-        for steps, loss in row.items():  # steps as printed: 5K
-            tenths = int(steps.removesuffix("K")) // 5
-            losses[router, tenths] = format_loss(table, router, steps, loss)
-    return losses
-
-
-def format_loss(table: PaperTable, router: str, steps: str, loss: float) -> str:
-    """A printed loss with its deviation, and `?` if it is doubtful."""
-    text = f"{loss:.4f}"
-    deviation = table.get("std", {}).get(router, {}).get(steps)
-    if deviation is not None:
-        text += f" ± {deviation:.4f}"
-    if f"{router} {steps}" in table.get("doubtful", {}):
-        text += "?"
-    return text

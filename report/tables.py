@@ -35,15 +35,14 @@ def format_mean(values: Sequence[float], form: str = ".4f") -> str:
 
 
 def list_steps(group: Group) -> list[int]:
-    """The steps to show: all evaluations after step 0, of more than 10 the tenths and the last."""
-    steps = [step for step in group.steps if step > 0]
-    if len(steps) <= 10:
-        return steps or group.steps
-    return sorted({*group.tenths.values(), steps[-1]})
+    """The evaluations to show: at most ten after step 0, evenly apart, with the last."""
+    steps = [step for step in group.steps if step > 0] or group.steps
+    stride = math.ceil(len(steps) / 10)
+    return steps[::-stride][::-1]
 
 
 def build_loss_table(group: Group) -> Table:
-    """Loss of each variant over the key, or over steps with the paper's below it."""
+    """Loss of each variant over the key, or over steps."""
     name = group.key or "validation loss at step"
     xs = group.xs if group.key else list_steps(group)
     columns = {x: format_tick(group.key, x) if group.key else f"{x:,}" for x in xs}
@@ -54,11 +53,6 @@ def build_loss_table(group: Group) -> Table:
         for x, column in columns.items():
             row[column] = format_mean(group.losses_at(variant, x))
         table.rows.append(row)
-        paper = {}
-        for i, step in group.tenths.items():
-            paper[f"{step:,}"] = group.paper_losses.get((variant.router, i), "")
-        if group.key is None and any(paper.values()):
-            table.rows.append({name: "paper", **paper})
     return table
 
 

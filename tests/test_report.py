@@ -24,10 +24,11 @@ from scipy import stats
 
 from report import tables
 from report.__main__ import make_report_parser
+from report.blocks import Table
 from report.comparisons import compare_group
 from report.groups import group_runs
-from report.page import read_report
-from report.paper import NUMBERS, read_paper_losses
+from report.page import build_report, read_report
+from report.paper import NUMBERS, build_paper_table
 from report.runs import read_run, read_runs
 from report.tables import find_measures
 
@@ -347,27 +348,24 @@ def test_numbers_are_those_compared_with_the_paper():
     assert digest.startswith("1e1bc6f5290e5894")
 
 
-def test_numbers_are_beside_the_same_part_of_training(tmp_path):
-    """Scaled runs of an experiment: step 100 of 1,000 is the paper's 5K.
-
-    Doubtful numbers give no difference.
-    """
-    for steps, heads in ((50_000, ["5,000", "50,000"]), (1000, ["100", "1,000"])):
-        given = [f"train.max_steps={steps}", "model.n_layer=2"]
-        file = CONFIG / "paper/books3_512.toml"
-        runs = []
-        for router in ("dense", "kern", "softmax"):
-            folder = tmp_path / f"{router}{steps}"
-            runs.append(make_run(folder, f"model.router={router}", *given, file=file, end=3.5))
-        (group,) = load_groups(*runs)
-        group.paper_losses = read_paper_losses("books3_512", group.values)
-        table = tables.build_loss_table(group)
-        head = table.columns
-        assert [head[2], head[11], len(head)] == [*heads, 12]
-        losses, paper, *_ = table.lines
-        assert losses[2] == f"{loss_of(runs[0], steps // 10):.4f}"
-        assert paper == ["paper", "", "4.1460", *[""] * 8, "3.4429?"]
+def test_the_papers_losses_are_below_the_runs(tmp_path):
+    """As printed: in the order of the paper, with deviations and doubts."""
+    file = CONFIG / "paper/books3_512.toml"
+    (group,) = load_groups(make_run(tmp_path / "kern", file=file))
+    table = build_paper_table("books3_512", group.values)
+    assert table.columns == ["paper at step", "5K", "50K"]
+    assert table.lines[0] == ["dense", "4.1460", "3.4429?"]
+    assert ["sigmoid", "", "3.3206"] in table.lines
+    seeds = build_paper_table("seeds", group.values)
+    kern = seeds.lines[-1]
+    assert (len(seeds.columns), kern[0], kern[-1][6:]) == (11, "kern", " ± 0.0041")
+    assert build_paper_table("controls_scale", group.values).rows == []
+    arguments = [str(tmp_path / "kern"), "--experiment", "books3_512"]
+    report = read_report(make_report_parser("scripts.report", None).parse_args(arguments))
+    titles = [block.title for block in build_report(report) if isinstance(block, Table)]
+    assert titles[:3] == ["Runs", "Losses", "The paper's losses"]
+    arguments[-1] = "small"
     with pytest.raises(
         ValueError, match="--experiment small: not a file in config/paper; .* books3_512"
     ):
-        read_paper_losses("small", group.values)
+        read_report(make_report_parser("scripts.report", None).parse_args(arguments))

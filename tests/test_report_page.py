@@ -360,10 +360,8 @@ def test_runs_with_little_in_them(tmp_path, call, shape):
     )
     assert "kern" in printed and (tmp_path / "out/report.html").is_file()
     assert ("undecided (1 seed)" in printed) == ("until" not in shape)
-    add_seed = re.search(r"Add seeds .*: python train.py (\S+)/config.toml --run.seed=1 ", printed)
-    assert (add_seed is None) == ("until" in shape) and (
-        add_seed is None or tmp_path.name in add_seed[1]
-    )
+    html = (tmp_path / "out/report.html").read_text()
+    assert "--run.seed=N" in html  # how to add a seed
 
 
 def test_names_cannot_break_the_page():
