@@ -110,14 +110,10 @@ class Chart:
         values = points[is_shown, 1:]
         if not values.any():  # an axis of zeros has no negative part
             values = np.append(values, 1)
-        first = lines[:, 0].min()
-        last = lines[:, 0].max()
-        low = np.nanmin(values)
-        high = np.nanmax(values)
-        self.corners = [(first, low), (last, high)]
+        low, high = find_range(values)
+        self.corners = list(zip(find_range(lines[:, 0]), (low, high), strict=True))
+        lowest, highest = find_range(lines[:, 1:])
         notes = []
-        lowest = np.nanmin(lines[:, 1:])
-        highest = np.nanmax(lines[:, 1:])
         if highest > high:
             notes.append(f"↑ up to {highest:.3g}")
         if lowest < low:
@@ -224,6 +220,11 @@ class Chart:
             axes.annotate(
                 label, (1, end), (1.06, height), "axes fraction", va="center", arrowprops=link
             )
+
+
+def find_range(values: np.ndarray) -> tuple[float, float]:
+    """The smallest and the largest of the values that are not NaN."""
+    return np.nanmin(values), np.nanmax(values)
 
 
 def find_lowest(line: np.ndarray) -> np.ndarray:
