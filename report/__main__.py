@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
-from report.blocks import Bullets, Heading, Table
+from report.overview import build_overview
 from report.runs import find_runs
 
 
@@ -36,21 +36,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.out and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out}: a file, not a folder; name another")
     require_packages("jinja2", "matplotlib", "scipy")
-    from report.page import build_report, format_report, read_report
+    from report.page import build_sections, format_page, read_report
 
     report = read_report(args)
     out = args.out or name_folder(find_runs(args.runs))
     out.mkdir(parents=True, exist_ok=True)
     command = ["scripts.report", *map(str, sys.argv[1:] if argv is None else argv)]
-    blocks = build_report(report)
-    write_atomic(out / "report.html", format_report(report, blocks, command))
-    for block in blocks:
-        if isinstance(block, Heading):
-            print(block.text)
-        if isinstance(block, Bullets):
-            print("\n".join(block.items).replace("**", "") + "\n")
-        if isinstance(block, Table):
-            print(block.to_text() + "\n")
+    sections = build_sections(report, {}).values()
+    write_atomic(out / "report.html", format_page(report, sections, command))
+    print(f"{build_overview(report.runs, report.baseline).to_text()}\n")
+    for note in report.notes:
+        print(f"{note}.")
+    for section in sections:
+        print(section.title)
+        for table in section.tables:
+            print(f"{table.to_text()}\n")
     print(f"report: {out}/report.html")
 
 

@@ -1,50 +1,11 @@
-"""The blocks of a page, and a page of blocks as HTML.
-
-Text may use **bold** and `code`. HTML in it, such as in the name of a folder, is escaped. The HTML
-is one file that needs no other, or a live page, whose pictures and script a server has.
-"""
+"""Tables and pictures, the blocks of a page."""
 
 import base64
-import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from jinja2 import Template
-from markupsafe import Markup, escape
-
-from common.text import markdown_table, plural, text_table
-
-TEMPLATE = Path(__file__).with_name("page.html")
-LONG = 15  # rows of a table, and items of a list, that are shown without being unfolded
-
-
-@dataclass
-class Heading:
-    """A heading; level 1 is the title of the page."""
-
-    text: str
-    level: int = 2
-
-    @property
-    def name(self) -> str:
-        """Its name in the address of a link."""
-        return re.sub(r"\W+", "-", self.text).strip("-")
-
-
-@dataclass
-class Paragraph:
-    """A paragraph."""
-
-    text: str
-
-
-@dataclass
-class Bullets:
-    """A list of short texts."""
-
-    items: list[str]
+from common.text import markdown_table, text_table
 
 
 @dataclass
@@ -102,30 +63,3 @@ class Table:
     def to_markdown(self, gap: str = " ") -> str:
         """A Markdown table with `gap` between cells and bars."""
         return markdown_table(self.columns, self.lines, gap)
-
-
-Block = Heading | Paragraph | Bullets | Picture | Table
-
-
-def format_page(title: str, blocks: Sequence[Block], footer: str, live: bool = False) -> bytes:
-    """The HTML of a page, with links to its headings."""
-    template = Template(TEMPLATE.read_text(), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page = template.render(
-        title=title,
-        kinds_and_blocks=[(type(block).__name__, block) for block in blocks],
-        footer=footer,
-        live=live,
-        long=LONG,
-        format_text=format_text,
-        plural=plural,
-    )
-    return page.encode(errors="backslashreplace")
-
-
-def format_text(text: str) -> Markup:
-    """Text as HTML, with bold and code; lines do not break in an interval or after ±."""
-    text = str(escape(text))
-    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
-    text = re.sub(r"`(.+?)`", r"<code>\1</code>", text)
-    text = re.sub(r"\[[^] ]*, [^] ]*\]| ± ", lambda match: match[0].replace(" ", "\u00a0"), text)
-    return Markup(text)

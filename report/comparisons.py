@@ -1,6 +1,6 @@
 """Differences between two variants' losses, their intervals by Student's t, and verdicts.
 
-All pairs of a group are one family (`judge_family`), in one table. text.toml explains the verdicts
+All pairs of a group are one family (`judge_family`), in one table. page.html explains the verdicts
 to readers of a report. Needs scipy.
 """
 

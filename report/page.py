@@ -1,4 +1,8 @@
-"""The report of some runs: which blocks it has, in which order."""
+"""The page of a report: page.html, filled in.
+
+Text in a cell may use **bold** and `code`. HTML in it, such as in the name of a folder, is escaped.
+The page is one file that needs no other, or a live page, whose pictures and script a server has.
+"""
 
 import io
 import math
@@ -6,18 +10,18 @@ import re
 import shlex
 import subprocess
 import time
-import tomllib
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import matplotlib
+from jinja2 import Template
+from markupsafe import Markup, escape
 
 from common.text import plural
 from report import pictures, tables
-from report.blocks import Block, Bullets, Heading, Paragraph, Picture, format_page
+from report.blocks import Picture, Table
 from report.comparisons import MIN_SEEDS, compare_group
 from report.groups import Group, group_runs
 from report.overview import build_overview, count_states
@@ -26,17 +30,33 @@ from report.run import Run, join_labels
 from report.runs import read_runs
 from report.status import format_time
 
-REPO_ROOT = Path(__file__).parents[1]
-TEXT = tomllib.loads(Path(__file__).with_name("text.toml").read_text("utf-8"))
+TEMPLATE = Path(__file__).with_name("page.html")
+LONG = 15  # rows of a table, and notes, that are shown without being unfolded
+
+
+@dataclass
+class Section:
+    """What a page says of a group."""
+
+    title: str
+    text: str
+    loss_pictures: list[Picture]
+    tables: list[Table] = field(default_factory=list)
+    measure_pictures: list[Picture] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Its name in the address of a link."""
+        return re.sub(r"\W+", "-", self.title).strip("-")
+
+    @property
+    def pictures(self) -> list[Picture]:
+        return self.loss_pictures + self.measure_pictures
 
 
 @dataclass
 class Report:
-    """The groups of a report, and the options it was asked for with.
-
-    `sections` has the blocks of groups by their data, so that a live page draws again only what
-    was evaluated.
-    """
+    """The groups of a report, and the options it was asked for with."""
 
     runs: list[Run]
     groups: list[Group]
@@ -44,7 +64,6 @@ class Report:
     baseline: str = "kern"
     experiment: str | None = None
     margin: float = 0.0
-    sections: dict[Any, list[Block]] = field(default_factory=dict)
 
 
 def read_report(args: Namespace) -> Report:
@@ -72,96 +91,97 @@ def read_report(args: Namespace) -> Report:
     return Report(runs, groups, notes + left_out, args.baseline, args.experiment, args.margin)
 
 
-def build_report(report: Report) -> list[Block]:
-    """The overview, the notes, and the sections of the groups."""
-    blocks: list[Block] = [
-        Heading("Overview"),
-        Paragraph(f"{count_states(report.runs)}."),
-    ]
-    if report.runs:
-        blocks += [build_overview(report.runs, report.baseline), Paragraph(TEXT["overview"])]
-    if report.notes:
-        blocks += [Heading("Notes"), Bullets([f"{line}." for line in report.notes])]
+def build_sections(report: Report, known: Mapping[tuple, Section]) -> dict[tuple, Section]:
+    """A section for each group, by its data. Those in `known` are not drawn again."""
     sections = {}
     for group in report.groups:
-        data = [group.label]
+        data: list = [group.label]
         for run in group.shown_runs:
             data += [run.folder, run.status.state, run.last_evaluated, *run.series("val/loss")]
         key = tuple(data)
-        sections[key] = report.sections.get(key) or build_section(report, group)
-        blocks += sections[key]
-    report.sections.clear()
-    report.sections.update(sections)
-    return blocks
+        sections[key] = known.get(key) or build_section(report, group)
+    return sections
 
 
-def format_report(
-    report: Report, blocks: Sequence[Block], command: Sequence[str], live: bool = False
-) -> bytes:
-    """The page of a report's blocks, with how to read the verdicts and where it is from.
-
-    Args:
-        report: what the page is of.
-        blocks: of `build_report`.
-        command: the arguments of python that made the page.
-        live: a server has its pictures and its script.
-    """
-    explanation = [
-        Heading("How to read the verdicts"),
-        Paragraph(TEXT["verdicts"].format(min_seeds=MIN_SEEDS)),
-    ]
-    if report.margin:
-        explanation.append(Paragraph(TEXT["equivalent"].format(margin=report.margin)))
-    title = plural(len(report.runs), "run")
-    return format_page(title, [*blocks, *explanation], describe_origin(command), live)
-
-
-def describe_origin(command: Sequence[str]) -> str:
-    """The date, the commit of the code, and the command that makes the page."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=REPO_ROOT, capture_output=True, text=True
-    )
-    commit = described.stdout.strip() or "unknown"
-    date = format_time(time.time())
-    return f"{date}, commit {commit}: `python -m {shlex.join(command)}`"
-
-
-def build_section(report: Report, group: Group) -> list[Block]:
-    """The blocks of a group."""
+def build_section(report: Report, group: Group) -> Section:
+    """The section of a group."""
     comparisons = compare_group(group, report.baseline, report.margin)
-    blocks: list[Block] = [
-        Heading(group.label or "Loss"),
-        Paragraph(tables.describe_group(group)),
-    ]
     panels = pictures.list_loss_panels(group, report.baseline, comparisons)
-    blocks += draw_pictures(panels, group.label)
+    loss_pictures = draw_pictures(panels, group.label)
+    section = Section(group.label or "Loss", tables.describe_group(group), loss_pictures)
     if not group.variants:  # nothing is compared
-        return blocks
-    blocks.append(tables.build_loss_table(group))
+        return section
+    section.tables.append(tables.build_loss_table(group))
     if report.experiment:
-        paper = build_paper_table(report.experiment, group.values)
-        text = TEXT["paper"] if paper.rows else TEXT["not_in_paper"]
-        blocks += [paper, Paragraph(text.format(experiment=report.experiment))]
-    if comparisons:
-        xs = group.xs if group.key else ()
-        blocks.append(tables.build_pairs_table(group, comparisons, xs))
-    measure_table = tables.build_measure_table(group)
-    if measure_table.rows:
-        blocks.append(measure_table)
+        section.tables.append(build_paper_table(report.experiment, group.values))
+    xs = group.xs if group.key else ()
+    section.tables.append(tables.build_pairs_table(group, comparisons, xs))
+    section.tables.append(tables.build_measure_table(group))
+    section.tables = [table for table in section.tables if table.rows]
     panels = pictures.list_measure_panels(group, report.baseline)
-    return blocks + draw_pictures(panels, group.label)
+    section.measure_pictures = draw_pictures(panels, group.label)
+    return section
 
 
-def draw_pictures(panels: Sequence[pictures.Panel], label: str) -> list[Block]:
+def draw_pictures(panels: Sequence[pictures.Panel], label: str) -> list[Picture]:
     """The pictures of a group's panels."""
-    blocks: list[Block] = []
+    drawn = []
     for panel in panels:
         words = re.findall(r"[A-Za-z0-9._]+", join_labels([label, panel.title]))
         output = io.BytesIO()
         # the same bytes for the same data, and text as text
         with matplotlib.rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):
             pictures.draw_figure([panel]).savefig(output, format="svg", metadata={"Date": None})
-        svg = output.getvalue()
-        title = " ".join(panel.title.split())
-        blocks.append(Picture(f"{'-'.join(words)}.svg", title, panel.sentence, svg))
-    return blocks
+        file = f"{'-'.join(words)}.svg"
+        drawn.append(Picture(file, panel.title, panel.sentence, output.getvalue()))
+    return drawn
+
+
+def format_page(
+    report: Report, sections: Iterable[Section], command: Sequence[str], live: bool = False
+) -> bytes:
+    """The HTML of a report.
+
+    Args:
+        report: what the page is of.
+        sections: of its groups.
+        command: the arguments of python that made the page.
+        live: a server has its pictures and its script.
+    """
+    template = Template(TEMPLATE.read_text(), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = template.render(
+        report=report,
+        states=count_states(report.runs),
+        overview=build_overview(report.runs, report.baseline),
+        sections=sections,
+        origin=describe_origin(command),
+        live=live,
+        long=LONG,
+        min_seeds=MIN_SEEDS,
+        format_text=format_text,
+        plural=plural,
+    )
+    # a name of a folder may have bytes that are not UTF-8
+    return page.encode(errors="backslashreplace")
+
+
+def format_text(text: str) -> Markup:
+    """Text as HTML, with bold and code; lines do not break in an interval or after ±."""
+    text = str(escape(text))
+    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
+    text = re.sub(r"`(.+?)`", r"<code>\1</code>", text)
+    text = re.sub(r"\[[^] ]*, [^] ]*\]| ± ", lambda match: match[0].replace(" ", "\u00a0"), text)
+    return Markup(text)
+
+
+def describe_origin(command: Sequence[str]) -> str:
+    """The date, the commit of the code, and the command that makes the page."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=TEMPLATE.parent,
+        capture_output=True,
+        text=True,
+    )
+    commit = described.stdout.strip() or "unknown"
+    date = format_time(time.time())
+    return f"{date}, commit {commit}: `python -m {shlex.join(command)}`"

@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from common.command import build_parser, command, require_packages, run_command
-from report.blocks import TEMPLATE, Block, Picture
 from report.overview import build_overview
 from report.runs import Reading, find_runs, read_runs
 
-SCRIPT = TEMPLATE.with_name("live.js")
+SCRIPT = Path(__file__).parents[1] / "report/live.js"
 TYPES = {".svg": "image/svg+xml", ".js": "text/javascript"}  # of files besides the page
 MAX_THREADS = 24  # of the page's server; not measured
 IDLE_SECONDS = 10  # until a silent connection to the page ends; not measured
 
-Sections = dict[Any, list[Block]]  # of the report, by their data
+Sections = dict[tuple, Any]  # of the report, by their data
 
 
 def read_places(places: Sequence[Path]) -> Reading:
@@ -51,21 +50,23 @@ def build_page(reading: Reading, sections: Sections) -> dict[str, bytes]:
     Sections whose data are in `sections` are not drawn again; the others are added.
     """
     from report.groups import group_runs  # imports torch
-    from report.page import Report, build_report, format_report
+    from report.page import Report, build_sections, format_page
 
     try:
         groups, notes = group_runs(reading.runs)
-        report = Report(reading.runs, groups, notes + reading.left_out, sections=sections)
-        blocks = build_report(report)
+        report = Report(reading.runs, groups, notes + reading.left_out)
+        drawn = build_sections(report, sections)
     except Exception as error:  # whatever is wrong in one run, the table is shown
         fault = f"no report: {str(error) or type(error).__name__}"
-        report = Report(reading.runs, [], [fault, *reading.left_out], sections=sections)
-        blocks = build_report(report)
-    page = format_report(report, blocks, ["scripts.watch", *sys.argv[1:]], live=True)
+        report = Report(reading.runs, [], [fault, *reading.left_out])
+        drawn = {}
+    sections.clear()
+    sections.update(drawn)
+    page = format_page(report, drawn.values(), ["scripts.watch", *sys.argv[1:]], live=True)
     files = {"/": page, "/live.js": SCRIPT.read_bytes()}
-    for block in blocks:
-        if isinstance(block, Picture):
-            files[f"/{block.file}"] = block.svg
+    for section in drawn.values():
+        for picture in section.pictures:
+            files[f"/{picture.file}"] = picture.svg
     return files
 
 

@@ -24,10 +24,9 @@ from scipy import stats
 
 from report import tables
 from report.__main__ import make_report_parser
-from report.blocks import Table
 from report.comparisons import compare_group
 from report.groups import group_runs
-from report.page import build_report, read_report
+from report.page import build_sections, read_report
 from report.paper import NUMBERS, build_paper_table
 from report.runs import read_run, read_runs
 from report.tables import find_measures
@@ -362,8 +361,8 @@ def test_the_papers_losses_are_below_the_runs(tmp_path):
     assert build_paper_table("controls_scale", group.values).rows == []
     arguments = [str(tmp_path / "kern"), "--experiment", "books3_512"]
     report = read_report(make_report_parser("scripts.report", None).parse_args(arguments))
-    titles = [block.title for block in build_report(report) if isinstance(block, Table)]
-    assert titles[:3] == ["Runs", "Losses", "The paper's losses"]
+    (section,) = build_sections(report, {}).values()
+    assert [table.title for table in section.tables][:2] == ["Losses", "The paper's losses"]
     arguments[-1] = "small"
     with pytest.raises(
         ValueError, match="--experiment small: not a file in config/paper; .* books3_512"

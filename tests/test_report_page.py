@@ -14,8 +14,9 @@ from scipy import stats
 
 import report.__main__ as report
 from report import pictures
-from report.blocks import Bullets, Paragraph, Table, format_page
+from report.blocks import Picture, Table
 from report.comparisons import compare_group
+from report.page import Report, Section, format_page
 from report.runs import read_run
 from report.style import DISTINCT, STYLES
 from report.tables import name_measure
@@ -296,9 +297,7 @@ def test_the_report_is_written(tmp_path, call):
     assert "Decided: tanh higher. Undecided: 1." in html
     (row,) = re.findall(r"^\| tanh \| kern \| .*", page, re.M)
     assert re.match(r"\| tanh \| kern \| \+0\.(49|50)\d+ \[.*\] \| 3 seeds \| <b>higher</b> ", row)
-    assert (
-        "of 8 documents" in html and "Losses in nats per byte" in html and "Student&#39;s t" in html
-    )
+    assert "of 8 documents" in html and "Losses in nats per byte" in html and "Student's t" in html
     assert re.search(r"^tanh +kern +\+0.(49|50)\d+ \[.*\] +3 seeds +higher", printed, re.M)
     assert "| 1,008 |" in page  # tokens/s: 1,006 to 1,010 were logged last
 
@@ -365,16 +364,16 @@ def test_runs_with_little_in_them(tmp_path, call, shape):
 
 
 def test_names_cannot_break_the_page():
-    blocks = [
-        Paragraph("**bold** `code` <script>"),
-        Bullets(["1 < 2"]),
-        Table(["a|b"], [{"a|b": "<i>"}]),
-        Paragraph("in [-1, 2]"),
-    ]
-    html = format_page("<b> & co", blocks, "2026-01-01").decode()
+    cells = ["<i>", "in [-1, 2]"]
+    table = Table(["a|b", "c"], [dict(zip(["a|b", "c"], cells, strict=True))])
+    picture = Picture("x.svg", "<u>", "<u>", b"<svg/>")
+    section = Section("<b> & co", "**bold** `code` <script>", [picture], [table])
+    report = Report([], [], ["1 < 2"])
+    html = format_page(report, [section], ["scripts.report", "<script>"]).decode()
     assert "<script" not in html and "<b>bold</b> <code>code</code> &lt;script&gt;" in html
+    assert "<h2>&lt;b&gt; &amp; co</h2>" in html and '<section id="b-co">' in html
     assert "<th>a|b</th>" in html and "<td>&lt;i&gt;</td>" in html and "[-1,\u00a02]" in html
-    assert "default-src 'none'" in html
+    assert "<li>1 &lt; 2.</li>" in html and "<u>" not in html and "default-src 'none'" in html
 
 
 def test_the_default_folder_follows_the_runs(tmp_path, monkeypatch, call):
