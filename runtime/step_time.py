@@ -1,9 +1,9 @@
 """How long a training step takes on a GPU: a sum over its parts, with rates measured on an H200.
 
 Each part is bound by arithmetic or by memory. Rates are shares of a data sheet's numbers, from
-traces of config/125m.toml (docs/gpu.md, 2026-11-26). Within 5% of eight measured steps of three
-sizes in half precision; for other GPUs it is not measured. Communication between GPUs, activation
-checkpointing and waiting for the host are not in it.
+traces of config/125m.toml (docs/gpu.md, 2026-11-26). Within 6% of eleven measured steps of three
+sizes in half precision on an H200, within 7% of nine on an H100, which set no rate. Communication
+between GPUs, activation checkpointing and waiting for the host are not in it.
 """
 
 import math

@@ -228,14 +228,20 @@ SMALL = memory.Memory(
 )
 
 
-def test_estimated_steps_last_as_long_as_measured_ones():
-    """On an H200, in half precision; sizes 350M and 1.3B (8 layers) set no rate of the estimate."""
-    folder = REPO_ROOT / "docs/records/gpu"
-    newest = json.loads((folder / "h200-290e916.json").read_text())
-    first = json.loads((folder / "h200-63e4928.json").read_text())
-    measured = [newest["routers, steps"], newest["step bfloat16"], newest["350m.toml"]]
+@pytest.mark.parametrize(
+    "gpu, commit, names, tolerance, n_row",
+    [
+        ("H200", "290e916", ["routers, steps", "step bfloat16", "350m.toml"], 0.06, 9),
+        ("H200", "63e4928", ["1b3"], 0.06, 2),
+        ("H100", "d14e3d6", ["routers, steps", "step float16", "step bfloat16"], 0.07, 9),
+    ],
+)
+def test_estimated_steps_last_as_long_as_measured_ones(gpu, commit, names, tolerance, n_row):
+    """In half precision; 350M, 1.3B (8 layers) and the H100 set no rate of the estimate."""
+    record = REPO_ROOT / f"docs/records/gpu/{gpu.lower()}-{commit}.json"
+    figures = json.loads(record.read_text())
     n_step = 0
-    for bench in [*measured, first["1b3"]]:
+    for bench in [figures[name] for name in names]:
         words = [word for word in bench["command"].split() if word.startswith(("config/", "--"))]
         file, *overrides = words
         overrides = [word for word in overrides if word.startswith(("--model.", "--train.micro"))]
@@ -247,10 +253,10 @@ def test_estimated_steps_last_as_long_as_measured_ones():
             if graph == "cuda_graph=off":
                 continue
             words = [*common, batch, f"--model.router={router}"]
-            estimate = estimate_mfu(configure.load(str(REPO_ROOT / file), words), GPUS["H200"])
-            assert estimate == pytest.approx(row["MFU"], rel=0.06), (file, row)
+            estimate = estimate_mfu(configure.load(str(REPO_ROOT / file), words), GPUS[gpu])
+            assert estimate == pytest.approx(row["MFU"], rel=tolerance), (file, row)
             n_step += 1
-    assert n_step == 11
+    assert n_step == n_row
 
 
 def test_the_first_parallelism_that_fits_is_chosen():
