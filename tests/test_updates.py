@@ -29,7 +29,7 @@ from runtime.optimizers import (
     build_optimizer,
     choose_copy_dtype,
 )
-from runtime.updates import WINDOW, Updates
+from runtime.updates import BAD_LOSS, WINDOW, Updates
 
 # ---- against torch in float64
 SMALL = Model(
@@ -402,6 +402,21 @@ def test_loss_that_is_not_finite_stops_before_the_update(tiny, poison, saves_end
     assert any(
         not isinstance(norms["gradient_norm"], float) for norms in report["parameters"].values()
     )
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_bad_loss_of_finite_gradients_changes_no_weight(loss):
+    """The guard of the loss alone, without the one of the gradients; the step after it neither."""
+    model = GPT(SMALL)
+    updates = Updates(build_optimizer(model, Optim()), Config(), scaled=False)
+    before = flat(model)
+    for step, value in enumerate((loss, 1.0)):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        assert not updates.step(step, 0.1, torch.tensor(value, dtype=torch.float64))
+    counters = updates.read()
+    assert (counters.halted, counters.step, counters.taken) == (BAD_LOSS, 0, 0)
+    assert torch.equal(flat(model), before)
 
 
 @pytest.mark.numerics

@@ -11,7 +11,8 @@ damaged or with a disk on which files cannot grow beyond some bytes. It ends in 
     silent       other output that does not name it, or a file that is cut without a word
     traceback    an exception, or no end within the limit
 
-Prints each silent case and traceback, and the counts. The exit code is 1 if there are any.
+Prints each silent case and traceback, and the counts. The exit code is 1 if there are any. All
+commands take 26 minutes on two busy cores (2026-11-27).
 """
 
 import contextlib
