@@ -296,6 +296,7 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         if hashes:
             write_record(writer.partial, hashes, INPUTS_FILE)
         progress = _tokenize(writer, inputs, encoder, provenance, args)
+        _check_unchanged(writer.partial, provenance, args, hashes)
         _check_splits(writer, args.val_fraction)
         recorded |= progress.count_left_out()
         meta = writer.finish(args.name, provenance | recorded, command_line)
@@ -452,6 +453,33 @@ def hash_inputs(inputs: list[Input], hashes: Record) -> str:
     return digest.hexdigest()
 
 
+def _hash_sources(args: argparse.Namespace, hashes: Record) -> dict[str, str]:
+    """What `hash_inputs` gives for the local files as they are now, without those that are gone."""
+    now = {}
+    if not _reads_hub(args) and all(path.exists() for path in args.source):
+        now["inputs"] = hash_inputs(_list_local_inputs(args), hashes)
+    if args.val_source and all(path.exists() for path in args.val_source):
+        val_inputs = local_inputs(args.val_source, any_text=args.corpus == "text")
+        now["val_inputs"] = hash_inputs(val_inputs, hashes)
+    return now
+
+
+def _check_unchanged(
+    partial: Path, provenance: dict, args: argparse.Namespace, hashes: Record
+) -> None:
+    """Raise DataError if local files were changed, added or removed while they were read.
+
+    The record of progress is removed then: the next try starts over.
+    """
+    changes = describe_changes(provenance, provenance | _hash_sources(args, hashes))
+    if changes:
+        (partial / PROGRESS_FILE).unlink(missing_ok=True)
+        raise DataError(
+            f"{args.name}: input files changed while they were read ({changes}), so the set would "
+            "be of neither state: prepare it again when nothing writes to them"
+        )
+
+
 def _check_existing(folder: Path, provenance: dict, args: argparse.Namespace) -> Meta:
     """Check the set in `folder`.
 
@@ -464,11 +492,7 @@ def _check_existing(folder: Path, provenance: dict, args: argparse.Namespace) ->
     now["separator"] = args.separator or None
     if args.revision:
         now["revision"] = args.revision
-    if not _reads_hub(args) and all(path.exists() for path in args.source):
-        now["inputs"] = hash_inputs(_list_local_inputs(args), hashes)
-    if args.val_source and all(path.exists() for path in args.val_source):
-        val_inputs = local_inputs(args.val_source, any_text=args.corpus == "text")
-        now["val_inputs"] = hash_inputs(val_inputs, hashes)
+    now |= _hash_sources(args, hashes)
     if hashes and not (folder / INPUTS_FILE).exists():
         print(f"{folder} has no {INPUTS_FILE}, so its input files are not compared")
         now = {key: value for key, value in now.items() if "inputs" not in key}

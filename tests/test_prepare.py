@@ -182,6 +182,37 @@ def test_changed_large_inputs_are_refused(run, tmp_path, monkeypatch):
     assert "no inputs.json, so its input files are not compared" in out and "already there" in out
 
 
+@pytest.mark.parametrize("change", ["grown", "changed", "added", "validation"])
+def test_files_that_change_while_they_are_read_are_an_error(run, tmp_path, monkeypatch, change):
+    """Nothing is kept, so the same command then makes the set of the files as they are."""
+    source = write_tree(tmp_path / "in", {"a.txt": b"first text\n" * 50, "b.txt": b"second " * 50})
+    val = write_tree(tmp_path / "val", {"c.txt": b"third text " * 50})
+    file, content = {
+        "grown": (source / "a.txt", b"first text\n" * 51),
+        "changed": (source / "a.txt", b"other text\n" * 50),
+        "added": (source / "d.txt", b"more text\n" * 50),
+        "validation": (val / "c.txt", b"other text " * 50),
+    }[change]
+    args = ("text", "--source", source, "--val-source", val)
+    encode_inputs = workers.encode_inputs
+
+    def change_after_the_first_batch(*arguments):
+        for number, batch in enumerate(encode_inputs(*arguments)):
+            yield batch
+            if number == 0:
+                file.write_bytes(content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "encode_inputs", change_after_the_first_batch)
+        said = run(*args, code=2)
+    which = "the files of --val-source" if change == "validation" else "the input files"
+    assert f"changed while they were read ({which} differ)" in said
+    assert list((tmp_path / "out").iterdir()) == []
+    run(*args)
+    texts = {path.read_text() for path in source.iterdir()}
+    assert set(documents_of(tmp_path / "out/text")["train"]) == texts
+
+
 @pytest.mark.parametrize("folder", ["text", "text.partial"])
 def test_a_foreign_folder_is_not_changed(run, books, tmp_path, folder):
     write_tree(tmp_path / "out" / folder, {"thesis.txt": b"mine", "meta.json": b"{}"})
