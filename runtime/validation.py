@@ -41,7 +41,7 @@ def evaluate(
             return None
         for name, value in ema_values.items():
             if name.endswith("/loss"):
-                values[name.replace("val/", "val_ema/")] = value
+                values[f"val_ema/{name.removeprefix('val/')}"] = value
     if values is not None and tasks:
         scores = tasks(state.model, step, ranks, stop, state.compute.sharded)
         if scores is None:

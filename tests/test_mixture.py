@@ -169,6 +169,27 @@ def test_losses_are_those_of_each_set_and_their_mean(trained, call):
     assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")
 
 
+def test_sets_may_be_called_as_parts_of_metrics(sets, tmp_path):
+    """Such as "val", with means of the weights: each loss has its name, whatever the set's."""
+    names = {"loss": "arxiv", "my-val": "books", "val": "edu"}
+    for name, source in names.items():
+        shutil.copytree(sets / source, tmp_path / "sets" / name)
+    file = write_tiny(tmp_path, tmp_path / "sets")
+    lines = {}
+    for run_name, chosen, data in (
+        ("odd", names.keys(), tmp_path / "sets"),
+        ("usual", names.values(), sets),
+    ):
+        mix = ", ".join(f"{name} = 1" for name in chosen)
+        own = [f"data.mix={{{mix}}}", f"data.dir={data}", f"run.name={run_name}"]
+        lines[run_name] = run(configure.load(file, [*own, "train.ema_decay=0.5"]))[-1]
+    for prefix in ("val", "val_ema"):
+        for name, source in names.items():
+            loss = lines["odd"][f"{prefix}/{name}/loss"]
+            assert loss == lines["usual"][f"{prefix}/{source}/loss"]
+    assert len(lines["odd"]) == len(lines["usual"])
+
+
 def test_a_mixture_of_one_set_is_that_set(mixed):
     alone = run(mixed("data.mix={}", "data.name=books", "run.name=alone"))
     one = run(mixed("data.mix={books = 3}", "run.name=one"))
