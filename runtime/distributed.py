@@ -1,6 +1,7 @@
 """Devices and ranks: what a rank computes on, and the collectives between ranks."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,7 +28,8 @@ class GPU(NamedTuple):
     bandwidth: float  # of its memory, bytes/s
 
 
-# The first key that a device's name contains counts.
+# The first key counts that a word of a device's name ends with: L40 is no L4, A1000 no A100, and
+# GH200 has an H200's peak.
 GPUS = {
     "B200": GPU(2250e12, 180, 8.0e12),
     "H200": GPU(989e12, 141, 4.8e12),
@@ -170,7 +172,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype == torch.float32:
         return None
     for name, gpu in GPUS.items():
-        if name in device_name(device):
+        if re.search(rf"{name}\b", device_name(device)):
             return gpu.peak
     return None
 

@@ -97,6 +97,11 @@ PEAKS = {
     "NVIDIA GeForce RTX 4090": 165,
     "NVIDIA GeForce RTX 5090": 209,
     "Some New Device": None,
+    # names that contain another's
+    "NVIDIA L40": None,
+    "NVIDIA RTX A1000": None,
+    "NVIDIA T400 4GB": None,
+    "NVIDIA GH200 480GB": 989,
 }
 
 
