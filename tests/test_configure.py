@@ -18,6 +18,7 @@ from configure import (
 )
 from configure.load import _print_note
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
+from model import count_parameters
 from router import ROUTERS
 from runtime import RunError
 from runtime.preflight import plan_run
@@ -341,21 +342,38 @@ def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size
         load(file, [*overrides, remedy], world_size)
 
 
-def test_settings_that_are_just_valid(write):
-    for overrides in (
-        # a dense model has no experts
-        "--model.router=dense --model.n_expert=1 --model.n_dense_layer=12 --model.gate_norm=2 "
-        "--model.gate_scale=2 --train.bias_update=quantile",
-        "--model.n_embd=36",  # odd width of a head, learned positions
-        "--model.n_expert=8 --model.n_dense_layer=11 --model.n_kv_head=12",
-        "--train.max_steps=500 --optim.warmup_steps=500 --model.n_hash_layer=12",
-        "--train.bias_update=quantile --train.balance_loss_coef=1 --model.n_hash_layer=11",
-        "--optim.schedule=wsd --optim.warmup_steps=40_000",
-        f"{BRANCH} --train.branch_step=49_999",
-        "--eval.interval=50 --eval.task_interval=120",  # no tasks
-        "--data.mix={a=1}",
-    ):
-        load(write(), overrides.split())
+# settings that are just valid: the same, one step further
+JUST_VALID = {
+    "--model.n_embd=36": "--model.n_embd=37",  # odd width of a head, learned positions
+    "--model.n_expert=8 --model.n_dense_layer=11": "--model.n_expert=8 --model.n_dense_layer=12",
+    "--model.n_kv_head=12": "--model.n_kv_head=13",
+    "--train.max_steps=500 --optim.warmup_steps=500": "--train.max_steps=500 "
+    "--optim.warmup_steps=501",
+    "--model.n_hash_layer=12": "--model.n_hash_layer=13",
+    "--train.bias_update=quantile --train.balance_loss_coef=1 --model.n_hash_layer=11": ""
+    "--train.bias_update=quantile --train.balance_loss_coef=1 --model.n_hash_layer=12",
+    "--optim.schedule=wsd --optim.warmup_steps=40_000": "--optim.schedule=wsd "
+    "--optim.warmup_steps=40_001",
+    f"{BRANCH} --train.branch_step=49_999": f"{BRANCH} --train.branch_step=50_000",
+    "--eval.interval=50 --eval.task_interval=120": "--eval.interval=50 --eval.task_interval=120 "
+    "--eval.tasks=sciq",
+    "--data.mix={a=1}": "--data.mix={a=0}",
+}
+
+
+@pytest.mark.parametrize("valid", JUST_VALID)
+def test_settings_that_are_just_valid(write, valid):
+    load(write(), valid.split())
+    assert message(write(), *JUST_VALID[valid].split())
+
+
+def test_a_dense_model_may_keep_the_keys_of_experts(write):
+    """Which then have no effect: a sweep over routers has a dense point."""
+    overrides = "--model.router=dense --model.n_expert=1 --model.n_dense_layer=12 "
+    overrides += "--model.gate_norm=2 --model.gate_scale=2 --train.bias_update=quantile"
+    config = load(write(), overrides.split())
+    usual = load(write(), ["--model.router=dense"])
+    assert count_parameters(config.model) == count_parameters(usual.model)
 
 
 # ---- names of runs

@@ -179,6 +179,22 @@ def test_check_finds_damage(tmp_path, damage, message):
         check_dataset(tmp_path / "set", 257)
 
 
+@pytest.mark.parametrize("token", [0, 6, 7, 13])
+def test_damage_is_found_in_every_chunk(tmp_path, monkeypatch, token):
+    """Of a file that is read in chunks of three tokens: the first bad id is named."""
+    monkeypatch.setattr(bins, "CHUNK_BYTES", 6)
+    file = write_ids(tmp_path / "set", range(14)) / "train-00000.bin"
+    ids = np.fromfile(file, "<u2")
+    ids[token:] = 300
+    file.write_bytes(ids.tobytes())
+    with pytest.raises(DataError, match=f"id 300 at token {token}, expected below 257"):
+        check_dataset(tmp_path / "set", 257)
+    ids[token + 1 :] = 5
+    file.write_bytes(ids.tobytes())
+    with pytest.raises(DataError, match=f"id 300 at token {token}, expected below 257"):
+        check_dataset(tmp_path / "set", 257)
+
+
 def test_meta_without_validation(tmp_path):
     write_set(tmp_path / "set")
     edit_meta(tmp_path / "set", lambda meta: meta["splits"].pop("val"))

@@ -359,6 +359,21 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, cap
     assert "piqa is evaluated again" in capsys.readouterr().err
 
 
+def test_results_of_an_earlier_version_are_not_compared(run, tmp_path, evaluated):
+    """They lack the values of documents: a task is evaluated again to compare runs, else not."""
+    folder = write_tasks(tmp_path / "tasks")
+    other = shutil.copytree(run, tmp_path / "runs/other")
+    words = ["--tasks-dir", folder, "--tasks", "piqa"]
+    assert call(run, *words) == 0 and evaluated == ["piqa"]
+    file = run / "eval/step_00000004/tasks/piqa.json"
+    body = json.loads(file.read_text())
+    del body["values"]
+    file.write_text(json.dumps(body))
+    assert call(run, *words) == 0 and evaluated == ["piqa"]
+    assert call(run, other, *words) == 0 and evaluated == ["piqa"] * 3
+    assert "values" in json.loads(file.read_text())
+
+
 def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluated):
     folder, weights = write_tasks(tmp_path / "tasks", 2), {}
     keys = ("dtype", "source", "step", "averaged_checkpoints", "num_fewshot", "limit")

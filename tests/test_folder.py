@@ -71,6 +71,13 @@ def test_the_same_config_finds_its_own_folder_again(config_of):
     assert find_or_rename(config_of("optim.lr=2")).run.name == "mine-kern"
 
 
+def test_a_name_that_is_the_start_of_anothers(config_of):
+    """Equal settings under a name with more letters are another run, not a longer axis."""
+    begin(config_of("run.name=mine-kernel"))
+    begin(config_of("run.name=mine-ker"))
+    assert find_or_rename(config_of()).run.name == "mine-kern"
+
+
 def test_a_run_from_before_an_axis_was_added_is_found(config_of):
     begin(config_of("run.name=mine-kern"))
     assert find_or_rename(config_of("run.name=mine-kern-lr0.0006")).run.name == "mine-kern"

@@ -161,6 +161,20 @@ def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, call):
         )
 
 
+def test_sample_counts_the_new_tokens_alone(trained, capsys, monkeypatch):
+    """On a clock that a sampled token turns by half a second; two prompts of 2 and 3 tokens."""
+    passed = []
+    sample_token = generation.sample_token
+    monkeypatch.setattr(sample.time, "perf_counter", lambda: sum(passed))
+    monkeypatch.setattr(
+        generation, "sample_token", lambda *args: passed.append(0.5) or sample_token(*args)
+    )
+    arguments = [str(trained), "--ignore-end", "--tokens", "4", "--prompt"]
+    for prompts, said in ((["ab"], "4 tokens, 2.0"), (["ab", "cde"], "8 tokens, 4.0")):
+        assert sample.main([*arguments, *prompts]) == 0
+        assert f"{said} tokens/s" in capsys.readouterr().err.splitlines()
+
+
 def test_sample_prints_tokens_at_once_and_the_speed(trained, capsys, monkeypatch):
     """The pieces are the text; a character of several bytes waits for its last one.
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from numerics import DEVICE, assert_near, seeded, tolerance
@@ -340,3 +341,22 @@ def test_few_tokens_copy_no_weights():
     with BytesMade() as counted:
         expert_mlp(*leaves, experts, "torch")
     assert counted.total < 2 * leaves[1][0].nbytes
+
+
+@pytest.mark.parametrize("most", [8, 40, 10**6])
+def test_parts_are_within_their_bounds(most):
+    """Of random loads: a part has one expert, or few in few slots, of which few are padding."""
+    for number in range(200):
+        random = np.random.default_rng(number)
+        n_idle = random.integers(0, 4)
+        sizes = sorted(random.integers(1, 30, random.integers(1, 20)).tolist(), reverse=True)
+        sizes += [0] * n_idle
+        together = int(random.integers(1, 6))
+        ranges = torch_grouped.group_experts(sizes, most, together)
+        assert [first for first, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
+        assert ranges[-1][1] == len(sizes)
+        for first, end in ranges:
+            part = sizes[first:end]
+            n_slot = len(part) * part[0]
+            is_bounded = len(part) <= together and n_slot <= most and n_slot <= 17 / 16 * sum(part)
+            assert len(part) == 1 or part[0] == 0 or is_bounded

@@ -138,13 +138,17 @@ def test_plan_refuses_bad_input(call, word, error):
 def test_planned_checkpoint_has_the_size_of_its_files(tiny, words):
     """A model of a few MB, whose small tensors and index are 1 to 2% of the checkpoint."""
     config = tiny(
-        *words.split(), "train.max_steps=1", "model.n_embd=128", "model.expert_hidden=256"
+        *words.split(),
+        "train.max_steps=1",
+        "model.n_embd=128",
+        "model.expert_hidden=256",
+        "model.vocab_size=4096",  # tables of hash layers are 1% of the size
     )
     run(config)
     files = (path_of(config) / "checkpoints/step_00000001").iterdir()
     size = sum(file.stat().st_size for file in files)
     assert size > 5e6
-    assert plan.checkpoint_bytes(config) == pytest.approx(size, rel=0.01)
+    assert plan.checkpoint_bytes(config) == pytest.approx(size, rel=0.001)
 
 
 def test_checkpoint_of_a_deep_model_is_sized_without_its_blocks(monkeypatch):

@@ -310,6 +310,7 @@ STORIES = ["Once upon a time.\n\nThe end.\n", "A second one\n", "The third <eos>
         ("<|endoftext|>", "<|endoftext|>"),
         ("</s>", "</s>\n"),
         ("<EOS>", "<EOS>\n"),
+        ("[SEP]", "[SEP]\n"),
     ],
 )
 def test_a_mark_between_documents_is_noticed(run, tmp_path, monkeypatch, mark, between):

@@ -302,23 +302,6 @@ def test_the_report_is_written(tmp_path, call):
     assert "| 1,008 |" in page  # tokens/s: 1,006 to 1,010 were logged last
 
 
-def test_a_report_over_a_key(tmp_path, call):
-    runs = []
-    for x in (1, 2):
-        ends = {"kern": 2 + x / 10, "tanh": 2.2 + x / 10}
-        runs += make_seeds(tmp_path / str(x), ends, 6, [f"model.gate_norm={x}"], noise=0.003)
-    out = tmp_path / "out"
-    options = ["--over", "model.gate_norm", "--margin", 0.5, "--out", out]
-    printed = call(report.main, *runs, *options)
-    html, page = read_html(out)
-    assert "within ±0.5 nats" in html
-    assert "| model.gate_norm | seeds | 1 | 2 |" in page
-    assert "| first | second | 1 | 2 | first minus second" in page
-    assert re.search(r"tanh +kern .* 6 seeds +equivalent", printed)
-    for text in ("| at the end | val/gate_norm |", "| tanh, gate_norm 2 | 2.000"):
-        assert text in page
-
-
 def test_every_evaluation_is_shown_and_the_old_page_is_replaced(tmp_path, call):
     """A run of 60 steps that is best at step 40; the folder has a report with more pictures."""
     out = tmp_path / "out"
@@ -350,17 +333,33 @@ BARE = ["val/window", "val/load", "val/gate", "val/dead", "router/", "perf/"]
 
 @pytest.mark.parametrize("shape", [{"until": 0}, {"points": 1}, {"without": BARE}])
 def test_runs_with_little_in_them(tmp_path, call, shape):
-    """Evaluated before training alone, once, or without anything but losses."""
-    printed = call(
-        report.main,
-        *make_seeds(tmp_path, {"kern": 2, "softmax": 2}, 1, **shape),
-        "--out",
-        tmp_path / "out",
-    )
-    assert "kern" in printed and (tmp_path / "out/report.html").is_file()
-    assert ("undecided (1 seed)" in printed) == ("until" not in shape)
-    html = (tmp_path / "out/report.html").read_text()
-    assert "--run.seed=N" in html  # how to add a seed
+    """Evaluated before training alone, once, or without anything but losses.
+
+    The tables have the losses that there are, and no columns, rows or pictures of others.
+    """
+    runs = make_seeds(tmp_path, {"softmax": 2.5, "kern": 2}, 1, **shape)
+    call(report.main, *runs, "--out", tmp_path / "out")
+    html, page = read_html(tmp_path / "out")
+    losses = [f"{loss_of(run):.4f}" for run in runs]
+    for run, loss in zip(runs, losses, strict=True):
+        (row,) = [line for line in page.splitlines() if str(run) in line and "|" in line]
+        assert f"| {loss} |" in row
+    titles = re.findall(r'<img alt="([^"]*)"', html)
+    assert titles[0] == "validation loss, nats per byte"
+    if "until" in shape:
+        assert len(titles) == 1 and "first minus second" not in page
+        for run in runs:
+            assert f"{run} is not compared: stopped at step 0 of 1,000" in html
+        return
+    n_shown = 10 if "without" in shape else 1
+    for router, run in zip(("softmax", "kern"), runs, strict=True):
+        (row,) = re.findall(rf"^\| <b>{router}</b> \| 1 \| (.*) \|", page, re.M)
+        wanted = [f"{loss_of(run, 1000 * i // n_shown):.4f}" for i in range(1, n_shown + 1)]
+        assert row.split(" | ") == wanted
+    difference = loss_of(runs[0]) - loss_of(runs[1])
+    assert re.search(rf"\| softmax \| kern \| \{difference:+.4f} .*undecided \(1 seed\)", page)
+    assert ("at the end" in page) == ("without" not in shape)
+    assert ("load of each layer&#39;s experts" in titles) == ("without" not in shape)
 
 
 def test_names_cannot_break_the_page():

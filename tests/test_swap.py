@@ -18,6 +18,7 @@ from eval.trained import load_model
 from gate_norm import gate_scale, gate_sum
 from hf.export import export
 from hf.init_from import read_initial_weights
+from hf.match_gates import take_routers
 from model import GPT
 from router import Router, find_spec, hash_table
 from runtime.folder import path_of
@@ -89,6 +90,23 @@ def test_centring_is_exact_for_softmax(module_tiny, source):
             for name, tensor in state.items()
             if ".router.w" in name
         )
+
+
+def test_centring_takes_the_mean_of_all_logits(tiny):
+    """Weights and biases: the new logits are the old ones minus a token's mean over experts."""
+    softmax, kern = "exp, post=l1 over all, bias", "relu, pre=l2 over all, bias"
+    old, new = tiny(f"model.router={softmax}").model, tiny(f"model.router={kern}").model
+    state = {}
+    for name, tensor in GPT(old).state_dict().items():
+        state[name] = torch.randn(tensor.shape, generator=seeded(len(name)))
+    before = dict(state)
+    take_routers(state, old, new)
+    x = torch.randn(5, old.n_embd, generator=seeded())
+    for layer in range(old.n_layer):
+        name = f"blocks.{layer}.mlp.router"
+        logits = x @ before[f"{name}.weight"].T + before[f"{name}.bias"]
+        centred = x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+        assert_near(centred, logits - logits.mean(1, keepdim=True), 1e-4, name)
 
 
 @pytest.mark.parametrize("router", ["kern", "sigmoid", "tanh", "softmax-renorm"])

@@ -999,3 +999,10 @@ def test_a_contest_from_entry_to_verdict(tmp_path, corpus):
     assert code == 0 and "diverged; 0 runs, about 0 min left" in said, said
     clone.change(clone.rules, "data_sha256 = ", 'data_sha256 = "0" # ')
     assert "the protocol 0" in clone.track("enter", "--draft", "sigmoid")[1]
+
+
+def test_errors_of_a_ratio_add_by_squares():
+    """Logarithms 3 [2.7, 3.8] minus 1 [0.6, 1.1]: one's upper error is with the other's lower."""
+    ours, theirs = np.exp([3, 2.7, 3.8]), np.exp([1, 0.6, 1.1])
+    wanted = [2, 2 - math.hypot(0.3, 0.1), 2 + math.hypot(0.8, 0.4)]
+    assert np.log(table.divide(ours, theirs)) == pytest.approx(wanted)

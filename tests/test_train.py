@@ -25,7 +25,7 @@ from balance import Stats
 from configure import ConfigError
 from configure.schema import Optim, Train
 from data.bins import open_tokens
-from data.loader import Loader
+from data.loader import Loader, fixed_windows, windows
 from eval import downstream, val_loss
 from eval.routing import record_routing
 from eval.trained import load_model
@@ -375,6 +375,23 @@ router/gate_norm router/gate_norm_of_layers router/gate_sum router/gate_sum_of_l
 router/expert_signal router/expert_signal_of_layers router/gamma router/gamma_of_layers
 perf/tokens_per_sec perf/step_ms
 """
+
+
+def test_measures_of_an_evaluation_are_means_over_its_tokens(tiny):
+    """Of 6 windows in batches of 4 and 2, by a trained model's router on each."""
+    config = tiny("train.micro_batch_size=4", "train.checkpoint_interval=4")
+    lines = run(config)
+    model = load_model(path_of(config)).model
+    tokens = open_tokens(config.data.folders[0], "val")
+    x, _ = windows(tokens, fixed_windows(tokens, 32, 6), 32)
+    with torch.no_grad():
+        gates = [layer.weights.double() for layer in record_routing(model, torch.from_numpy(x))]
+    norms = [layer.square().sum(1).mean().sqrt().item() for layer in gates]
+    assert column(lines, "val/gate_norm_of_layers")[-1] == pytest.approx(norms, rel=1e-5)
+    sums = [layer.sum(1).mean().item() for layer in gates]
+    assert column(lines, "val/gate_sum_of_layers")[-1] == pytest.approx(sums, rel=1e-5)
+    n_zero = sum((layer == 0).double().mean().item() for layer in gates) / len(gates)
+    assert column(lines, "val/zero_gates")[-1] == pytest.approx(n_zero, rel=1e-5)
 
 
 def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):

@@ -9,10 +9,12 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -128,6 +130,22 @@ def test_a_lock_that_cannot_be_asked_for_is_unknown(make_run, monkeypatch):
     folder = make_run("one", LOG, os.getpid())
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert status_of(folder).state == "unknown"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_a_run_that_another_user_trains_is_running():
+    """Seen by a process without rights to the lock."""
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        folder = fake_runs.make_run(Path(place) / "one", until=0.5)
+        with locked(folder):
+            child = os.fork()
+            if not child:
+                os.setuid(65534)  # nobody
+                is_seen = status_of(folder).state == "running"
+                os._exit(0 if is_seen else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert status_of(folder).state == "stopped"
 
 
 def test_watching_keeps_no_run_from_its_lock(make_run):
@@ -435,6 +453,19 @@ def test_the_page_shows_damaged_folders_and_the_others(damaged_runs, tmp_path, m
     for name, (_, says) in DAMAGES.items():
         assert escape_controls(name) in page and says in page
     assert "<td>runs/good</td>" in page and "<img" in page
+
+
+def test_a_folder_that_is_damaged_while_the_page_is_open(make_run, tmp_path):
+    """A new folder's fault is on the next page, although no row of the table changed."""
+    make_run("a", END)
+    with serve(lambda: read_runs([tmp_path / "runs"])) as (get, _):
+        assert "left out" not in get()
+        broken = tmp_path / "runs/b"
+        broken.mkdir()
+        (broken / "config.toml").write_text("[model")
+        assert f"{broken}: " in html.unescape(get())
+        shutil.rmtree(broken)
+        assert str(broken) not in get()
 
 
 def test_a_run_that_breaks_the_report_leaves_the_table(make_run, monkeypatch):
