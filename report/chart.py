@@ -5,7 +5,7 @@ those that do not lead are grey.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from report.style import GREY, choose_styles
 HEIGHT = 225  # points
 LINE_HEIGHT = 14  # points of a line of text
 MAX_COLOURED = 6
-MAX_BARS = 12  # intervals of a line that are drawn side by side with others'; more are a band
+MAX_BARS = 42  # of all lines, 4 points each, that fit side by side; more are bands
 LONGEST_END = 15  # characters of a label at a curve's end; longer ones are below the panel
 END_GAP = 0.085  # between labels at curves' ends, as a part of the axis: a line of text
 AXIS_CHARACTERS = 32  # that fit side by side below an axis
@@ -59,21 +59,22 @@ class Chart:
         self.lines = {v: line for v, line in self.lines.items() if np.isfinite(line[:, 1]).any()}
         if not self.lines:
             return []
-        self.choose_coloured()
+        self.choose_styles()
         notes = self.choose_frame()
-        n_grey = len(self.lines) - len(self.coloured)
+        n_grey = len(self.lines) - len(self.styles)
         if n_grey:
             notes.append(f"grey: {n_grey} more")
         height = HEIGHT
         if not self.names_ends:
-            height += LINE_HEIGHT * len(self.coloured)
+            height += LINE_HEIGHT * len(self.styles)
         sentence = self.sentence or self.describe()
         return [Panel(self.title, self.draw, sentence, height, ", ".join(notes))]
 
-    def choose_coloured(self) -> None:
+    def choose_styles(self) -> None:
         """Choose the variants with a colour: all of few, else the baseline and the lowest losses.
 
-        Runs that are not compared are grey among many.
+        They are the same in every picture of the group. Runs that are not compared are grey among
+        many.
         """
 
         def rank(variant: Variant) -> tuple:
@@ -81,13 +82,15 @@ class Chart:
             ends = self.group.ends_of(variant)
             return not is_baseline, min(np.mean(self.group.losses_at(variant, x)) for x in ends)
 
-        self.coloured = list(self.lines)
-        compared = [variant for variant in self.lines if not variant.state]
-        if len(self.lines) > MAX_COLOURED and compared:
-            self.coloured = sorted(compared, key=rank)
-        self.coloured = self.coloured[:MAX_COLOURED]
+        variants = self.group.variants + self.group.curves
+        if len(variants) > MAX_COLOURED and self.group.variants:
+            variants = sorted(self.group.variants, key=rank)
+        variants = variants[:MAX_COLOURED]
+        styles = choose_styles([variant.router for variant in variants])
+        by_variant = zip(variants, styles, strict=True)
+        self.styles = {variant: style for variant, style in by_variant if variant in self.lines}
         # long labels are below the panel
-        self.names_ends = all(len(variant.label) <= LONGEST_END for variant in self.coloured)
+        self.names_ends = all(len(variant.label) <= LONGEST_END for variant in self.styles)
 
     def choose_frame(self) -> list[str]:
         """Choose the corners of the frame; notes on what is beyond it."""
@@ -111,13 +114,18 @@ class Chart:
         if not values.any():  # an axis of zeros has no negative part
             values = np.append(values, 1)
         low, high = find_range(values)
-        self.corners = list(zip(find_range(lines[:, 0]), (low, high), strict=True))
         lowest, highest = find_range(lines[:, 1:])
         notes = []
-        if highest > high:
+        span = high - low
+        if highest > high + span:
             notes.append(f"↑ up to {highest:.3g}")
-        if lowest < low:
+        else:
+            high = max(high, highest)
+        if lowest < low - span:
             notes.append(f"↓ down to {lowest:.3g}")
+        else:
+            low = min(low, lowest)
+        self.corners = list(zip(find_range(lines[:, 0]), (low, high), strict=True))
         return notes
 
     def describe(self) -> str:
@@ -139,10 +147,11 @@ class Chart:
         place = format_value(key, x) if key else f"step {x:,.0f}"
         values = {label: line[line[:, 0] == x][0, 1] for label, line in lines.items()}
         ranked = sorted(values, key=lambda label: values[label])
-        texts = [f"{label} {values[label]:.4g}" for label in ranked]
-        if len(texts) == 1:
-            return f"At {place}: {texts[0]}."
-        return f"At {place}: {texts[0]} is lowest, {texts[-1]} highest."
+        lowest = f"{values[ranked[0]]:.4g}"
+        highest = f"{values[ranked[-1]]:.4g}"
+        if lowest == highest:
+            return f"At {place}: {lowest}{' for all' if len(ranked) > 1 else ''}."
+        return f"At {place}: {ranked[0]} {lowest} is lowest, {ranked[-1]} {highest} highest."
 
     def draw(self, axes: Axes) -> None:
         """Draw the lines; those without a colour are behind the others."""
@@ -152,33 +161,35 @@ class Chart:
             scale_key_axis(axes, self.group)
         else:
             self.scale_steps(axes)
-        axes.margins(0.1, 0.05)  # lines side by side need room at their ends
+        axes.margins(0.1, 0.08)  # lines side by side, and a ring, need room
         axes.update_datalim(self.corners)
         axes.autoscale_view()
         axes.autoscale(False)  # lines that are shifted do not set the frame
         axes.locator_params(axis="y", nbins=5)
         for variant, line in self.lines.items():
-            if variant not in self.coloured:
+            if variant not in self.styles:
                 axes.plot(line[:, 0], line[:, 1], color=GREY, linewidth=0.8, label="_grey")
-        styles = choose_styles([variant.router for variant in self.coloured])
-        for i, variant in enumerate(self.coloured):
-            self.draw_line(axes, variant, styles[i], 4 * i - 2 * (len(styles) - 1))
+        for i, variant in enumerate(self.styles):
+            self.draw_line(axes, variant, i - (len(self.styles) - 1) / 2)
         if self.is_difference:
             axes.axhline(0, color="black", linewidth=0.8)
         if self.names_ends:
-            self.label_ends(axes, styles)
+            self.label_ends(axes)
         else:
             axes.figure.legend(loc="outside lower left", frameon=False)
 
-    def draw_line(self, axes: Axes, variant: Variant, style: dict, shift: float) -> None:
-        """Draw a line with its intervals: a band, or bars, `shift` points aside of others'."""
+    def draw_line(self, axes: Axes, variant: Variant, shift: float) -> None:
+        """Draw a line with its intervals: a band, or bars, `shift` bars aside of the middle."""
         line = self.lines[variant]
         xs, means, lows, highs = line.T
+        style = dict(self.styles[variant])
         color = style["color"]
         transform = axes.transData
-        is_short = len(line) <= MAX_BARS
-        if is_short and (self.is_difference or self.group.key):
-            transform += ScaledTranslation(shift / 72, 0, axes.figure.dpi_scale_trans)
+        n_bars = len(line) * len(self.styles)
+        is_short = n_bars <= MAX_BARS
+        if self.group.key or is_short and self.is_difference:
+            points = 4 * min(1, MAX_BARS / n_bars) * shift
+            transform += ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
             axes.vlines(xs, lows, highs, color=color, alpha=0.6, transform=transform)
         else:
             axes.fill_between(xs, lows, highs, color=color, alpha=0.15, linewidth=0)
@@ -194,19 +205,19 @@ class Chart:
         if self.is_log:
             (first_step, _), (last_step, _) = self.corners
             axes.set_xscale("log", nonpositive="mask")
-            factor = 2 if last_step < 20 * first_step else 10
-            ticks = last_step / factor ** np.arange(4.0)
+            factor = max(2, round((last_step / first_step) ** (1 / 3)))
+            ticks = np.round(last_step / factor ** np.arange(4.0))
             axes.set_xticks(ticks[ticks >= first_step])
             axes.xaxis.set_minor_locator(NullLocator())
         else:
             axes.locator_params(axis="x", nbins=4, integer=True)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
-    def label_ends(self, axes: Axes, styles: Sequence[dict]) -> None:
+    def label_ends(self, axes: Axes) -> None:
         """Name the coloured lines at their ends; labels that would touch are moved apart."""
         low, high = axes.get_ylim()
         ends = []
-        for variant, style in zip(self.coloured, styles, strict=True):
+        for variant, style in self.styles.items():
             means = self.lines[variant][:, 1]
             last = means[np.isfinite(means)][-1]
             end = np.clip((last - low) / (high - low), 0, 1)
