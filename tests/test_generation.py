@@ -278,8 +278,9 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
 
 
 def test_damaged_checkpoints_are_named(run, capsys):
-    *older, newest = sorted((run / "checkpoints").glob("step_*"))
-    newest.rename(f"{newest}.damaged")
+    oldest, *older, newest = sorted((run / "checkpoints").glob("step_*"))
+    for path in (oldest, newest):
+        path.rename(f"{path}.damaged")
     assert load_model(run).step == 6
     assert "step 8 is damaged; using that of step 6" in capsys.readouterr().out
     for path in older:

@@ -105,6 +105,9 @@ def test_linked_keys_take_their_values_row_by_row(write):
     file = write(LINKED, "g.toml")
     text = refuse(load, file, ["--model.top_k=2"])  # they are overridden together
     assert "are linked, set all of them or none; add " in text
+    text = refuse(load, file, ["--model.top_k=2", "--model.n_expert=8"])
+    assert "are linked, set all of them or none; add --model.expert_hidden=VALUE" in text
+    text = refuse(load, file, ["--model.top_k=2"])
     given = ["--model.top_k=2", *re.findall(r"--\S+=", text.replace("VALUE", ""))]
     given[1:] = [f"{override}16" for override in given[1:]]
     assert [load(file, point).model.n_expert for point in sweep_points(file, given)] == [16]

@@ -29,6 +29,7 @@ from runtime.optimizers import (
     build_optimizer,
     choose_copy_dtype,
 )
+from runtime.state import WeightAverage
 from runtime.updates import BAD_LOSS, WINDOW, Updates
 
 # ---- against torch in float64
@@ -542,6 +543,21 @@ def test_a_constant_on_the_gates_is_a_rate_of_w_out():
     larger_gates = train_model(1.0, gates=4.0)
     assert larger_gates == pytest.approx(train_model(4.0), rel=1e-9)
     assert abs(larger_gates[-1] - train_model(1.0)[-1]) > 1e-3
+
+
+def test_an_error_while_the_model_has_the_mean():
+    """The weights are back afterwards, and the mean is as it was."""
+    model = GPT(SMALL)
+    average = WeightAverage(model, 0.9)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for mean in average.tensors.values():
+        mean.zero_()
+    with pytest.raises(KeyError, match="in an evaluation"), average.in_model():
+        assert not any(p.any() for p in model.parameters())
+        raise KeyError("in an evaluation")
+    for name, p in model.named_parameters():
+        assert p.equal(weights[name])
+        assert not average.tensors[name].any()
 
 
 def test_logged_signal_is_that_of_the_checkpoint(tiny):
