@@ -310,7 +310,6 @@ STORIES = ["Once upon a time.\n\nThe end.\n", "A second one\n", "The third <eos>
         ("<|endoftext|>", "<|endoftext|>"),
         ("</s>", "</s>\n"),
         ("<EOS>", "<EOS>\n"),
-        ("[SEP]", "[SEP]\n"),
     ],
 )
 def test_a_mark_between_documents_is_noticed(run, tmp_path, monkeypatch, mark, between):
@@ -328,6 +327,14 @@ def test_a_mark_between_documents_is_noticed(run, tmp_path, monkeypatch, mark, b
         assert "found" not in run(*args, "--force")
         assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(stories, 0.3)
         assert "already there" in run(*args)
+
+
+@pytest.mark.parametrize("mark", ["<|endoftext|>", "[EOS]"])
+def test_marks_are_counted_over_all_batches(run, tmp_path, small_batches, mark):
+    story = b"once upon a time\n%b\n" % mark.encode()
+    corpora.write_tree(tmp_path / "in", {"a.txt": 3 * story, "b.txt": 4 * story})
+    said = run("text", "--source", tmp_path / "in", "--val-fraction", 0.3)
+    assert f"found {mark} 7 times" in said
 
 
 def test_marks_are_not_sought_in_rows_or_in_prose(run, tmp_path):

@@ -133,19 +133,22 @@ def test_a_lock_that_cannot_be_asked_for_is_unknown(make_run, monkeypatch):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
-def test_a_run_that_another_user_trains_is_running():
-    """Seen by a process without rights to the lock."""
+def test_the_lock_of_another_users_run_is_seen():
+    """By a process that may read the lock and not write it."""
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)
-        folder = fake_runs.make_run(Path(place) / "one", until=0.5)
-        with locked(folder):
-            child = os.fork()
-            if not child:
-                os.setuid(65534)  # nobody
-                is_seen = status_of(folder).state == "running"
-                os._exit(0 if is_seen else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert status_of(folder).state == "stopped"
+        for is_held in (True, False):
+            (Path(place) / "lock").write_text("process 1 on x\n")
+            with locked(Path(place)) if is_held else nullcontext():
+                child = os.fork()
+                if not child:
+                    code = 2
+                    try:
+                        os.setuid(65534)  # nobody
+                        code = int(is_locked(Path(place) / "lock") is not is_held)
+                    finally:
+                        os._exit(code)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_watching_keeps_no_run_from_its_lock(make_run):
