@@ -59,8 +59,8 @@ class Chart:
         self.lines = {v: line for v, line in self.lines.items() if np.isfinite(line[:, 1]).any()}
         if not self.lines:
             return []
-        self.choose_styles()
         notes = self.choose_frame()
+        self.choose_styles()
         n_grey = len(self.lines) - len(self.styles)
         if n_grey:
             notes.append(f"grey: {n_grey} more")
@@ -107,8 +107,9 @@ class Chart:
         if self.group.key or not is_swallowed:
             is_shown[:] = True
         elif not self.is_difference:
-            self.is_log = True
-            lines = lines[lines[:, 0] > 0]  # a logarithmic axis has no step 0
+            self.is_log = True  # such an axis has no step 0
+            self.lines = {v: line for v, line in self.lines.items() if line[-1, 0] > 0}
+            lines = lines[lines[:, 0] > 0]
             is_shown |= steps == steps[steps > 0].min()
         values = points[is_shown, 1:]
         if not values.any():  # an axis of zeros has no negative part

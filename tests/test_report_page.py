@@ -224,6 +224,23 @@ def test_a_loss_that_explodes_is_clipped_with_an_arrow(tmp_path):
     assert axes.get_ylim()[1] < 6 and "↑ up to 90" in list_notes(axes)
 
 
+def test_a_run_at_step_0_has_no_line_on_a_logarithmic_axis(tmp_path):
+    """Its label would have none, and its band no place."""
+    make_run(tmp_path / "new", "run.seed=9", until=0)
+    runs = [tmp_path / "new", *make_seeds(tmp_path, {"kern": 2, "tanh": 2}, 1, points=20)]
+    for run in runs[1:]:
+        file = run / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            if line["step"] < 250 and "val/loss" in line:
+                line["val/loss"] += 3.0
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (group,) = load_groups(*runs)
+    axes = draw_losses(group)[0]
+    assert axes.get_xscale() == "log" and len(group.curves) == 1
+    assert list(lines_of(axes)) == ["tanh", "kern"]
+
+
 # linear RGB as seen by readers without one kind of cone: Machado, Oliveira and Fernandes 2009
 SIGHTS = {
     "all cones": np.eye(3),
