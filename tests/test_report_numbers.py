@@ -40,14 +40,14 @@ def read_series(run, name):
     return {line["step"]: line[name] for line in read_lines(run) if name in line}
 
 
-def make_random_runs(folder, xs=(1,), points=10):
+def make_random_runs(folder, xs=(1,), **shape):
     """{(router, x, seed): run} at gate norms `xs`, whose lines have numbers of their own."""
     random = np.random.default_rng(1)
     runs = {}
     for router, x, seed in product(ROUTERS, xs, SEEDS):
         settings = [f"model.router={router}", f"model.gate_norm={x}", f"run.seed={seed}"]
         run = make_run(
-            folder / f"{router}-{x}-{seed}", *settings, end=ENDS[router] + x / 10, points=points
+            folder / f"{router}-{x}-{seed}", *settings, end=ENDS[router] + x / 10, **shape
         )
         lines = read_lines(run)
         for line in lines:
@@ -120,8 +120,8 @@ def check_labels(axes, ends):
 
 
 def test_lines_over_steps_are_those_of_the_runs(tmp_path):
-    """Losses, differences and measures at 131 evaluations, of which 60 points are drawn."""
-    runs = make_random_runs(tmp_path, points=130)
+    """Losses, differences and measures at 71 evaluations, of which 60 points are drawn."""
+    runs = make_random_runs(tmp_path, points=70, without=("val/window", "val/loads"))
     (group,) = load_groups(*runs.values())
     validation, minus = pictures.list_loss_panels(group, "kern", compare_group(group))
     axes = draw(validation)
@@ -154,8 +154,12 @@ def test_lines_over_steps_are_those_of_the_runs(tmp_path):
     for router in ROUTERS:
         losses[router] = [read_series(runs[router, 1, i], "val/loss")[1000] for i in SEEDS]
     p_values = correct_holm([stats.ttest_rel(losses[a], losses[b]).pvalue for a, b in PAIRS])
-    assert p_values[0] < 0.05 < p_values[1]
-    assert minus.sentence == "Decided: softmax higher. Undecided: 1."
+    decided = []
+    for router, p_value in zip(("softmax", RENORM), p_values[:2], strict=True):
+        if p_value < 0.05:
+            decided.append((np.mean(losses[router]), f"{router} higher"))
+    names = ", ".join(text for _, text in sorted(decided))
+    assert minus.sentence == f"Decided: {names}. Undecided: {2 - len(decided)}."
 
     panels = {panel.title: panel for panel in pictures.list_measure_panels(group, "kern")}
     names = [name for name in MEASURES if name in read_lines(runs["kern", 1, 0])[-1]]
