@@ -74,7 +74,11 @@ def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
         # pyarrow and tarfile raise many kinds of errors for damaged files, the hub's libraries for
         # network failures.
         if isinstance(error, OSError) and error.errno:
-            raise  # an error of the operating system, which names the file
+            if error.filename is not None:
+                raise
+            raise DataError(
+                f"{file.url}: cannot be read ({error.strerror}): copy it from its source again"
+            ) from error
         reason = f"{type(error).__name__}: {first_line(error)}"
         if "requires too much memory" in reason:  # Zstandard's own words
             raise DataError(

@@ -22,6 +22,7 @@ from runtime.metrics import (
     ARRAYS,
     collect_steps,
     describe_missing,
+    find_contradictions,
     find_damage,
     find_missing_steps,
     list_arrays,
@@ -49,6 +50,7 @@ def read_run(folder: Path) -> Run:
     run.missing = find_missing_steps(collect_steps(lines), metadata)
     if run.missing:
         run.faults.append(describe_missing(metrics, run.missing))
+    run.faults += find_contradictions(metrics, lines, run.config.train.max_steps)
     for file in list_arrays(metrics, "router"):  # the others have been read
         run.faults += find_damage(file)
     for line in lines:

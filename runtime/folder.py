@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from math import isfinite, nan
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
@@ -172,7 +173,7 @@ class RunFolder:
         for line in read_metrics(self.path / "metrics.jsonl"):
             if line["step"] == step and "val/loss" in line:
                 result += f", val loss {line['val/loss']:.4f}"
-            if "perf/tokens_per_sec" in line:
+            if isfinite(line.get("perf/tokens_per_sec", nan)):
                 speeds.append(line["perf/tokens_per_sec"])
         if speeds:
             result += f", {median(speeds):,.0f} tokens/s"

@@ -390,6 +390,30 @@ def describe_missing(path: Path, missing: Steps) -> str:
     )
 
 
+def find_contradictions(path: Path, lines: Sequence[Line], max_steps: int) -> list[str]:
+    """A line about the first value, step and order of lines that no run of max_steps writes."""
+    twice = backwards = beyond = ""
+    values: dict[tuple[int, str], float] = {}
+    last_step = 0
+    for line in lines:
+        step = line["step"]
+        if step < last_step:
+            backwards = backwards or f"step {step} comes after step {last_step}"
+        if step > max_steps:
+            beyond = beyond or f"step {step} is beyond the run's {max_steps} steps"
+        last_step = step
+        for name, value in line.items():
+            if isinstance(value, list):
+                continue
+            earlier = values.setdefault((step, name), value)
+            if str(value) != str(earlier):  # NaN equals NaN here
+                twice = twice or f"step {step} has {name} {earlier} and {value}"
+    faults = [fault for fault in (twice, backwards, beyond) if fault]
+    if not faults:
+        return []
+    return [f"{path} was changed: {'; '.join(faults)}. Put back a copy, or remove those lines"]
+
+
 def to_ranges(steps: Iterable[int]) -> list[list[int]]:
     """Steps as [first, last, spacing], in order."""
     ranges: list[list[int]] = []

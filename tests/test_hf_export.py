@@ -747,6 +747,21 @@ def run(module_tiny):
     return folder.path_of(config)
 
 
+def test_an_export_that_another_one_overtakes_says_so(run, tmp_path, call, monkeypatch):
+    out = tmp_path / "out"
+    write_card = export.format_card
+
+    def overtake(*arguments):
+        out.mkdir()
+        (out / "config.json").write_text("theirs")
+        return write_card(*arguments)
+
+    monkeypatch.setattr(export, "format_card", overtake)
+    said = call(export.main, run, out, code=2)
+    assert f"{out}: written by another process meanwhile; name a new folder" in said
+    assert (out / "config.json").read_text() == "theirs" and list(tmp_path.iterdir()) == [out]
+
+
 def test_export_and_check(run, tmp_path, call):
     out = tmp_path / "there/out"
     said = call(export.main, run, out, "--check")

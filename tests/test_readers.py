@@ -15,7 +15,7 @@ import pytest
 from data import DataError
 from data.bins import check_dataset, open_tokens, read_meta
 from data.encode import Encoder
-from data.readers import read_documents
+from data.readers import Input, read_documents
 from data.sources import local_inputs
 
 pytest_plugins = ["corpora"]  # its fixtures
@@ -342,6 +342,12 @@ def test_marks_are_not_sought_in_rows_or_in_prose(run, tmp_path):
     prose = b"HTML has <s> and <sep>,\n<p>\n<div>\n</div>"
     corpora.write_tree(tmp_path / "in", {"a.jsonl": rows + ROWS, "b.txt": prose})
     assert "found" not in run("text", "--source", tmp_path / "in", "--val-fraction", 0.3)
+
+
+def test_a_read_error_names_the_file():
+    """As a failing disk's: the process's own memory cannot be read from its start."""
+    with pytest.raises(DataError, match="/proc/self/mem: cannot be read .Input/output error."):
+        list(read_documents(Input("/proc/self/mem", "mem", 0), "text"))
 
 
 def test_a_pipe_is_refused(tmp_path):

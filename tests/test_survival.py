@@ -5,6 +5,7 @@ This file is the program of torchrun's ranks, too.
 """
 
 import hashlib
+import html
 import json
 import math
 import os
@@ -639,6 +640,30 @@ def test_lost_lines_and_damaged_arrays_are_named(tiny, tmp_path, capsys, lost):
             assert f"{arrays.name} is damaged" in printed
             if 8 in evaluations:  # which was done again, at the start
                 evaluations.remove(8)
+
+
+def test_lines_that_contradict_each_other_are_named(tiny, tmp_path):
+    """Copies with other values, steps beyond the end, and lines in another order."""
+    run(tiny("log.interval=1", "eval.interval=2", "train.max_steps=4"))
+    place = folder.path_of(tiny())
+    file = place / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    last = json.loads(lines[-1])
+    higher = json.dumps(last | {"val/loss": last["val/loss"] + 1}) + "\n"
+    later = json.dumps(last | {"step": 9}) + "\n"
+    changes = {
+        f"step 4 has val/loss {last['val/loss']} and {last['val/loss'] + 1}": [*lines, higher],
+        "step 9 is beyond the run's 4 steps": [*lines, later],
+        "step 3 comes after step 4": lines[::-1],
+        "": [*lines, lines[-1]],  # a copy says nothing new
+    }
+    for words, changed in changes.items():
+        file.write_text("".join(changed))
+        assert report.main([str(place), "--out", str(tmp_path / "report")]) == 0
+        for text in ((tmp_path / "report/report.html").read_text(), watch.format_table([place])):
+            text = " ".join(html.unescape(text).split())
+            assert ("metrics.jsonl was changed" in text) == bool(words)
+            assert words in text
 
 
 def test_full_disk_at_the_claim_names_the_folder(main, tiny, capsys):

@@ -178,7 +178,14 @@ def export_run(
             for name, source in CODE.items():
                 shutil.copyfile(REPO_ROOT / source, folder / name)
         (folder / "README.md").write_text(format_card(trained, form, dtype), "utf-8")
-        folder.rename(out)
+        try:
+            folder.rename(out)
+        except OSError as error:
+            if not out.exists():
+                raise
+            raise RunError(
+                f"{out}: written by another process meanwhile; name a new folder"
+            ) from error
 
 
 def write_weights(
