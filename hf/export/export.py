@@ -178,14 +178,17 @@ def export_run(
             for name, source in CODE.items():
                 shutil.copyfile(REPO_ROOT / source, folder / name)
         (folder / "README.md").write_text(format_card(trained, form, dtype), "utf-8")
-        try:
-            folder.rename(out)
-        except OSError as error:
-            if not out.exists():
-                raise
-            raise RunError(
-                f"{out}: written by another process meanwhile; name a new folder"
-            ) from error
+        publish(folder, out)
+
+
+def publish(folder: Path, out: Path) -> None:
+    """Move the finished folder to `out`. Raises RunError if another process made that meanwhile."""
+    try:
+        folder.rename(out)
+    except OSError as error:
+        if not out.exists():
+            raise
+        raise RunError(f"{out}: written by another process meanwhile; name a new folder") from error
 
 
 def write_weights(
