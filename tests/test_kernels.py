@@ -140,7 +140,8 @@ def on_layout(request, monkeypatch):
     the GPU's.
     """
     if "blocks" not in request.param:
-        monkeypatch.setattr(torch_grouped, "NARROW", math.inf if request.param == "narrow" else 0)
+        for limit in ("NARROW", "NARROW_HALF"):
+            monkeypatch.setattr(torch_grouped, limit, math.inf if request.param == "narrow" else 0)
         monkeypatch.setattr(
             torch_grouped,
             "PART_BYTES",
