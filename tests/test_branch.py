@@ -39,12 +39,22 @@ TRUNK = [
 ]
 
 
-@pytest.fixture
-def trunk(tiny):
-    config = tiny(*TRUNK, "train.keep_checkpoints=1")
+def train_trunk(make):
+    config = make(*TRUNK, "train.keep_checkpoints=1")
     run(config)
     assert steps(config) == [6, 9, 16]
     return config
+
+
+@pytest.fixture
+def trunk(tiny):
+    return train_trunk(tiny)
+
+
+@pytest.fixture(scope="module")
+def unchanged_trunk(module_tiny):
+    """For tests that leave it as it is."""
+    return train_trunk(module_tiny)
 
 
 def branch(tiny, trunk, *overrides):
@@ -107,15 +117,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("overrides", "says"), REFUSED.items())
-def test_what_cannot_be_a_branch_is_refused(tiny, trunk, overrides, says):
-    before = content(path_of(trunk).parent)
+def test_what_cannot_be_a_branch_is_refused(module_tiny, unchanged_trunk, overrides, says):
+    before = content(path_of(unchanged_trunk).parent)
     with pytest.raises(RunError, match=f"(?s)^train.branch_from = .*{says}"):
-        train.train(branch(tiny, trunk, *overrides.split()))
-    assert content(path_of(trunk).parent) == before
+        train.train(branch(module_tiny, unchanged_trunk, *overrides.split()))
+    assert content(path_of(unchanged_trunk).parent) == before
 
 
-def test_branch_takes_the_dtype_of_its_trunk_and_not_its_wandb_run(tiny, trunk, monkeypatch):
-    plan = plan_run(branch(tiny, trunk, "train.max_steps=8", "train.dtype=auto"))
+def test_branch_takes_the_dtype_of_its_trunk_and_not_its_wandb_run(
+    module_tiny, unchanged_trunk, monkeypatch
+):
+    plan = plan_run(branch(module_tiny, unchanged_trunk, "train.max_steps=8", "train.dtype=auto"))
     assert plan.dtype == torch.float16 and plan.config.train.dtype == "float16"
     monkeypatch.setattr(
         checkpoint, "verify", lambda *_: {"facts": {"data": "a hash", "wandb": "an id"}}

@@ -3,6 +3,7 @@
 import ast
 import shutil
 import subprocess
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -24,6 +25,7 @@ LEVELS = [  # a file may import its own level and those before
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 
+@cache
 def read_imports() -> dict[str, set[str]]:
     """{module: modules of the project that it imports}, also within functions."""
     listed = subprocess.run(

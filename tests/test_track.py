@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 
@@ -121,11 +122,17 @@ def protocol(rules):
     return load_protocol(str(rules))
 
 
+@cache
+def describe_code():
+    """The commit that is checked out, and the digest of its code."""
+    commit = run_git("rev-parse", "HEAD").stdout.decode().strip()
+    return {"commit": commit, "code_sha256": digest_code(read_commit(commit))}
+
+
 def make_record(protocol, name, loss=1.6, options=None, spread=0.003):
     """A complete, intact record of this commit; draw d of a rung has `loss` + d / 1000."""
     record = new_record(protocol, name, options or {"model.router": name})
-    commit = run_git("rev-parse", "HEAD").stdout.decode().strip()
-    record["made"] = [{"commit": commit, "code_sha256": digest_code(read_commit(commit))}]
+    record["made"] = [dict(describe_code())]
     while missing := missing_tasks(protocol, record):
         for number, task in enumerate(missing):
             value = loss + task.draw / 1000 + spread * (number % 2) - 0.1 * math.log2(task.length)
@@ -680,7 +687,10 @@ def replace_each_value(value):
     yield from (math.inf, 10**400, None, "x", [], {})
 
 
-def test_verify_names_every_wrong_value(protocol):
+def test_verify_names_every_wrong_value(protocol, monkeypatch):
+    # git is asked once for each commit, not for each of 150 files
+    monkeypatch.setattr(verify, "read_commit", cache(read_commit))
+    monkeypatch.setattr(verify, "run_git", cache(run_git))
     kern = make_record(protocol, "kern")
     path = save(protocol, kern)
     contents = ["[" * 100_000, '{"a":' * 100_000, path.read_text()[:1000], "[]", "1", ""]
