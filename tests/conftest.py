@@ -29,6 +29,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # cuBLAS reads it once, at the first matrix product
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# A sync takes longer than the rest of a tiny save, and only a power cut would show that it was
+# left out; `disk_calls` has where it is asked for.
+os.fsync = os.fstat
+# Every run waits for its last save: polls of 50 ms would add up to half a minute.
+checkpoint.POLL_SECONDS = 0.002
 # torch.distributed.checkpoint would flood the report of a failing test
 logging.disable(logging.DEBUG)
 
@@ -265,6 +270,14 @@ def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             os, name, lambda old, new, call=call: (record("rename", new), call(old, new))
         )
     return calls
+
+
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports draw no pictures, which are most of their work."""
+    import report.page  # not at the top: it imports matplotlib
+
+    monkeypatch.setattr(report.page, "draw_pictures", lambda panels, label: [])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

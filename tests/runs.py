@@ -37,7 +37,8 @@ from runtime.metrics import ARRAYS, read_metrics
 REPO_ROOT = Path(__file__).parents[1]
 ALONE = Ranks(0, 1, torch.device("cpu"))
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train", "scripts.sample", "pytest", "hypothesis", "pyarrow.parquet"])
+# conftest: its settings of torch and of runtime/checkpoint.py hold there, too
+FORKS.set_forkserver_preload(["conftest", "train", "scripts.sample", "pyarrow.parquet"])
 
 
 @contextmanager

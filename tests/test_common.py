@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -28,6 +29,7 @@ from common.text import (
     text_table,
 )
 from report.__main__ import main as report_main
+from runtime.reporter import format_bar
 
 
 # ---- commands
@@ -126,18 +128,30 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
 
 
 # ---- text
-def run_in_terminal(code: str, columns: int) -> str:
-    """What a Python program prints in a terminal of so many columns."""
+def run_in_terminal(action: Callable[[], object], columns: int) -> str:
+    """What a fork of this process prints in a terminal of so many columns."""
     terminal, inside = os.openpty()
     termios.tcsetwinsize(inside, (24, columns))
-    command = [sys.executable, "-c", code]
-    # COLUMNS would override the terminal, and pytest's readline sets it where os.environ has it not
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    subprocess.run(
-        command, cwd=REPO_ROOT, env=environment, stdout=inside, stderr=inside, check=True
-    )
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            # it would override the terminal
+            os.environ.pop("COLUMNS", None)
+            for descriptor in (1, 2):
+                os.dup2(inside, descriptor)
+            sys.stdout = os.fdopen(1, "w", closefd=False)
+            sys.stderr = os.fdopen(2, "w", closefd=False)
+            action()
+            sys.stdout.flush()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0) == (child, 0)
     os.close(inside)
-    return os.read(terminal, 10_000).decode()
+    printed = os.read(terminal, 10_000).decode()
+    os.close(terminal)
+    return printed
 
 
 @pytest.mark.parametrize(
@@ -151,18 +165,19 @@ def run_in_terminal(code: str, columns: int) -> str:
     ],
 )
 def test_a_table_has_the_columns_that_fit_the_terminal(columns, head):
-    code = (
-        "from common.text import text_table\n"
-        "head = ['run', 'tokens per second', 'loss', 'note']\n"
-        "print(text_table(head, [['a', '20', '1.5', 'x']], important=['run', 'loss']))\n"
-    )
-    shown, rule, _, *left_out = run_in_terminal(code, columns).splitlines()
+
+    def show_table():
+        all_columns = ["run", "tokens per second", "loss", "note"]
+        print(text_table(all_columns, [["a", "20", "1.5", "x"]], important=["run", "loss"]))
+
+    shown, rule, _, *left_out = run_in_terminal(show_table, columns).splitlines()
     assert (shown, rule) == (head, "-" * len(head))
     names = [name for name in ("tokens per second", "loss", "note") if name not in head]
     expected = [f"no room for {'; '.join(names)}: add | cat to see all"] if names else []
     assert left_out == expected
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_tables_of_a_report_keep_what_matters_most(tmp_path, call, monkeypatch):
     """At 60, 80 and 120 columns each table fits, and has names, states, last losses and
     differences; a pipe gets all columns.
@@ -224,16 +239,15 @@ NAME = "quickstart-kern-warmup_steps200"
 )
 def test_a_narrow_terminal_keeps_what_matters_most(columns, shown):
     """In a pseudo-terminal the line is no wider than its columns, and ends with a whole part."""
-    code = (
-        "from common.progress import progress_bar\n"
-        "from runtime.reporter import format_bar\n"
-        "bar = progress_bar(every=10, desc='-', total=1000, smoothing=0, ascii=True)\n"
-        "bar.start_t -= 50\n"
-        f"bar.bar_format = format_bar('{NAME}', 2.34567, 123456.7)\n"
-        "bar.update(250)\n"
-        "bar.refresh()\n"
-    )
-    printed = run_in_terminal(code, columns)
+
+    def show_bar():
+        bar = progress_bar(every=10, desc="-", total=1000, smoothing=0, ascii=True)
+        bar.start_t -= 50
+        bar.bar_format = format_bar(NAME, 2.34567, 123456.7)
+        bar.update(250)
+        bar.refresh()
+
+    printed = run_in_terminal(show_bar, columns)
     line = printed.rstrip().split("\r")[-1].rstrip()
     assert len(line) <= columns and re.fullmatch(shown, line)
 

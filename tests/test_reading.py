@@ -90,6 +90,7 @@ def check_pair(pair, finished):
     assert pair.difference.mean == pytest.approx(statistics.fmean(differences))
 
 
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("draw", range(4))
 def test_every_reader_agrees_with_metrics(tmp_path, draw):
     """Each step adds a folder of some kind; then states and differences are checked."""

@@ -392,6 +392,7 @@ def test_names_cannot_break_the_page():
     assert "<li>1 &lt; 2.</li>" in html and "<u>" not in html and "default-src 'none'" in html
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_default_folder_follows_the_runs(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
     for name in ("mine-kern", "mine-tanh", "other"):

@@ -594,6 +594,7 @@ def test_a_config_that_is_empty_or_cut_is_refused(tiny, every_reader):
 
 
 # ---- metrics that are lost
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("lost", [range(3, 6), range(6, 9)], ids=["a gap", "the end"])
 def test_lost_lines_and_damaged_arrays_are_named(tiny, tmp_path, capsys, lost):
     own = ["log.interval=1", "eval.interval=2", "train.checkpoint_interval=4"]
@@ -642,6 +643,7 @@ def test_lost_lines_and_damaged_arrays_are_named(tiny, tmp_path, capsys, lost):
                 evaluations.remove(8)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_lines_that_contradict_each_other_are_named(tiny, tmp_path):
     """Copies with other values, steps beyond the end, and lines in another order."""
     run(tiny("log.interval=1", "eval.interval=2", "train.max_steps=4"))
