@@ -440,9 +440,19 @@ MIXTURES.append(
 )
 
 
+def list_training_cells():
+    """Each mixture with each kind of gradient checkpointing; the default tests have one kind."""
+    cells = []
+    for number, overrides in enumerate(MIXTURES):
+        for kind, reentrant in enumerate((None, False, True)):
+            marks = () if number % 3 == kind else pytest.mark.integration
+            name = f"{' '.join(overrides)}-{reentrant}"
+            cells.append(pytest.param(overrides, reentrant, marks=marks, id=name))
+    return cells
+
+
 @pytest.mark.numerics
-@pytest.mark.parametrize("overrides", MIXTURES, ids=" ".join)
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("overrides, reentrant", list_training_cells())
 def test_aux_loss_is_that_of_training(exported, overrides, reentrant):
     """Value and gradients of the trainer's own balance loss, under any gradient checkpointing."""
     trained, out = exported(*overrides, "train.balance_loss_coef=0.3")

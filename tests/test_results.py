@@ -144,6 +144,7 @@ def test_tables_are_computed_from_the_runs_losses() -> None:
     assert n_mean >= 300 and n_interval >= 40
 
 
+@pytest.mark.integration  # each number is compared with the records above
 def test_pages_are_those_of_the_records() -> None:
     assert results.main(["--check"]) == 0
 

@@ -72,12 +72,24 @@ def run_oracle(leaves, norm, upstream, count):
     return collect([total, normed, normed][:count], leaves, upstream)
 
 
+def list_cells():
+    """Norm, output's dtype, y's dtype and whether x + y is also normed in float32.
+
+    CI has all of them, the default tests each pair of values.
+    """
+    cells = []
+    inputs = [(torch.float16, True), (torch.float32, False), (None, True)]
+    for i, name in enumerate(NORMS):
+        for j, dtype in enumerate([torch.float16, torch.bfloat16, None]):
+            for k, (y_dtype, exact) in enumerate(inputs):
+                is_in_cover = (i + j + k) % 3 == 0
+                marks = () if is_in_cover else pytest.mark.integration
+                cells.append(pytest.param(name, dtype, y_dtype, exact, marks=marks))
+    return cells
+
+
 @pytest.mark.numerics
-@pytest.mark.parametrize(
-    "y_dtype, exact", [(torch.float16, True), (torch.float32, False), (None, True)]
-)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name, dtype, y_dtype, exact", list_cells())
 def test_equals_float64(name, dtype, y_dtype, exact):
     for shape in SHAPES:
         leaves, norm, upstream = make_inputs(name, shape, y_dtype)
