@@ -208,6 +208,8 @@ def read_pieces(out):
 def test_gpu_check_rehearses_on_a_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(bench_moe.CEILING, "cpu", (16, 24))
     monkeypatch.chdir(REPO_ROOT)
+    short = [*gpu_check.TINY.config, "--model.block_size=32", "--train.batch_size=1"]
+    monkeypatch.setattr(gpu_check, "TINY", gpu_check.TINY._replace(config=short))
     pieces = ["steps", "experts", "errors", "attention", "trace", "routers"]
     assert gpu_check.main(["--rehearse", "--out", str(tmp_path), *pieces]) == 0
     assert read_pieces(tmp_path) == dict.fromkeys(pieces, "ok")

@@ -439,13 +439,14 @@ def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(
 @pytest.mark.parametrize("router, more", [("kern", ["model.n_dense_layer=1"]), ("dense", [])])
 def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsys, router, more):
     """It runs with gradients and without, with a block of each kind."""
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("eager"))
     model = GPT(tiny(f"model.router={router}", "model.dropout=0.5", *more).model)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     torch._dynamo.reset()  # another test's graphs would be taken
     torch._dynamo.utils.counters.clear()
     assert parallel.try_compiling(model, (2, 8), torch.autocast("cpu", torch.bfloat16), ALONE)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2 * (1 + len(more))
+    # of each kind: the first block, a later one, and one without gradients
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3 * (1 + len(more))
     assert torch.equal(torch.get_rng_state(), state) and all(
         p.grad is None for p in model.parameters()
     )
@@ -462,7 +463,7 @@ def test_compiling_that_fails_on_any_rank_leaves_all_eager(tiny, monkeypatch, ca
     eager = column(run(tiny("run.name=eager", "train.compile=off")), "train/loss")
     # as on CUDA
     monkeypatch.setattr(distributed, "pick_compile", lambda name, device: name != "off")
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager", fails=rank == 0))
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("eager", fails=rank == 0))
     others = ["RuntimeError: no C compiler"] if rank else []
     monkeypatch.setattr(parallel, "gather", lambda problem, group: [problem, *others])
     torch._dynamo.reset()

@@ -16,6 +16,7 @@ from data.loader import fixed_windows, windows
 from eval.routing import record_routing
 from eval.trained import load_model
 from gate_norm import gate_scale, gate_sum
+from hf import match_gates
 from hf.export import export
 from hf.init_from import read_initial_weights
 from hf.match_gates import take_routers
@@ -40,6 +41,12 @@ def source(module_tiny):
     )
     run(config)
     return config
+
+
+@pytest.fixture
+def few_tokens(monkeypatch):
+    """Gates are matched on few tokens, where a test does not ask how well."""
+    monkeypatch.setattr(match_gates, "TOKENS", 512)
 
 
 def swapped(make, source, router, *more):
@@ -67,6 +74,7 @@ def test_a_router_ignores_a_shift_or_does_not(name):
     assert same == find_spec(name).ignores_shift
 
 
+@pytest.mark.usefixtures("few_tokens")
 def test_centring_is_exact_for_softmax(module_tiny, source):
     old = load_model(path_of(source)).model
     weights = read_initial_weights(swapped(module_tiny, source, "kern"))
@@ -135,6 +143,7 @@ def test_gates_get_the_norm_of_the_old_ones_by_layer(module_tiny, source, router
     assert zeros == pytest.approx(100 * first["val/zero_gates"], abs=2)
 
 
+@pytest.mark.usefixtures("few_tokens")
 @pytest.mark.parametrize(
     "word", ["model.gate_norm=0.7", "model.gate_scale=3.0", "train.match_gates=false"]
 )
@@ -148,6 +157,7 @@ def test_what_the_user_sets_wins(module_tiny, source, word):
     assert c == [pytest.approx(gate_scale(config.model))] * 2
 
 
+@pytest.mark.usefixtures("few_tokens")
 def test_the_scale_stays_in_runs_exports_and_classes_of_transformers(module_tiny, tmp_path, capsys):
     shape = [*SHAPE, *OURS["olmoe"]]
     run(softmax := module_tiny("run.name=olmoe", *shape))
