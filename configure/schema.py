@@ -539,7 +539,7 @@ class Train(Section):
         resume=True,
     )
 
-    @field_validator("branch_from")
+    @field_validator("branch_from", "init_from")  # a trailing slash makes no other run
     @classmethod
     def _spell_one_way(cls, value: str) -> str:
         return value and str(Path(value))

@@ -73,6 +73,14 @@ def test_override_is_read_by_the_type_of_its_key(write, override, value):
     assert read == value and isinstance(read, type(value))
 
 
+@pytest.mark.parametrize("key", ["branch_from", "init_from"])
+def test_two_spellings_of_a_folder_make_one_run(write, key):
+    wsd = ["--optim.schedule=wsd"]
+    config = load(write(), [f"--train.{key}=runs/a", *wsd])
+    for spelling in ("runs/a/", "./runs//a"):
+        assert load(write(), [f"--train.{key}={spelling}", *wsd]) == config
+
+
 def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys, monkeypatch):
     file = write("train.max_steps = 1000\noptim.warmup_steps = 200")
     for _ in range(2):
