@@ -16,7 +16,7 @@ import pytest
 from fake_runs import make_seeds
 from runs import REPO_ROOT
 
-from common import progress
+from common import cores, progress
 from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
 from common.progress import progress_bar
@@ -107,6 +107,33 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(code, unbuffered):
         pipeline, shell=True, cwd=REPO_ROOT, env=env, capture_output=True, text=True
     )
     assert (done.stdout, done.stderr) == ("", "141\n")
+
+
+# ---- cores
+def test_free_cores_are_those_that_idle_or_work_here(tmp_path, monkeypatch):
+    """Of cores 1 and 10: one is in use here, the other waits for a disk or idles half the time."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(cores, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 10})
+    now = {"monotonic": 0.0, "process_time": 0.0}
+    for name in now:
+        monkeypatch.setattr(cores.time, name, lambda name=name: now[name])
+
+    def run_for(seconds, used, idle, waiting):
+        """Seconds on each clock; cores of other processes idle all the time."""
+        now.update(monotonic=seconds, process_time=used)
+        rows = []
+        for core, share in ((0, 0), (1, 0.25), (10, 0.75)):
+            counts = [7, 8, 9000, idle * share, waiting * share, 500]  # user, nice, system, …
+            rows.append(f"cpu{core} " + " ".join(str(round(count * ticks)) for count in counts))
+        cores.STAT.write_text("\n".join(["cpu  1 2 3 4 5 6", *rows, "intr 5", ""]))
+
+    run_for(0, 0, 100, 50)
+    monkeypatch.setattr(cores, "AT_IMPORT", cores.read_times())
+    assert cores.AT_IMPORT.idle == pytest.approx(150, abs=0.1)
+    for used, idle, waiting, free in [(10, 108, 52, 2), (10, 100, 50, 1), (0, 102, 51, 1)]:
+        run_for(10, used, idle, waiting)
+        assert cores.count_free_cores() == free
 
 
 # ---- files

@@ -154,6 +154,24 @@ def test_the_text_is_that_of_the_quickstart(tmp_path, monkeypatch):
     assert sorted(documents) == sorted(split_documents([*prepared.train, *prepared.val]))
 
 
+def test_no_window_of_validation_is_trained_on():
+    """By the statements of the command that choose windows, on tokens 0, 1, 2, …"""
+    (command,) = [part for part in ast.parse(FILE.read_text()).body if isinstance(part, ast.If)]
+    statements = []
+    for part in command.body:
+        if isinstance(part, ast.Assign) and re.search("windows|rows|batches", part.targets[0].id):
+            statements.append(part)
+    n_window = 2400
+    tokens = torch.arange(nano.block_size * n_window + 1)
+    scope = vars(nano) | {"read_text": lambda: tokens}
+    exec(compile(ast.Module(statements, []), FILE, "exec"), scope)
+    trained = torch.cat(list(scope["batches"]))
+    assert trained.shape == (nano.max_steps * nano.batch_size, nano.block_size + 1)
+    first_token = nano.block_size * (n_window - 2000)
+    assert trained.max() <= first_token <= scope["val_windows"].min()
+    assert len(trained.unique(dim=0)) == n_window - 2000 and len(scope["val_windows"]) == 125
+
+
 def split_documents(tokens):
     """The text of each document, as bytes."""
     documents = [[]]

@@ -203,6 +203,23 @@ def test_command_compares_two_checkpoints(made):
         assert agreement["same_number"] == layer.agreement[0].trace().item() / (192 * 2)
 
 
+def test_layers_have_their_numbers_in_the_model(tiny, capsys):
+    """The first layer with experts is the third."""
+    config = tiny("model.n_dense_layer=2", "model.n_layer=4", "train.max_steps=1")
+    train.train(config)
+    run = Path(config.run.dir, config.run.name)
+    capsys.readouterr()
+    assert routing.main([str(run), "--windows", "6", "--other", str(run)]) == 0
+    (file,) = run.glob("eval/*/routing-*/routing.json")
+    report = json.loads(file.read_text())
+    for part in ("layers", "agreement"):
+        assert [layer["layer"] for layer in report[part]] == [2, 3]
+    rows = re.findall(r"^ *(\d+) .*%", capsys.readouterr().out, re.M)
+    assert rows == ["2", "3", "2", "3"]
+    (axes, _) = draw.plot_loads(report).axes
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["2", "3"]
+
+
 def test_a_text_goes_where_a_pass_over_its_document_sends_it(made):
     trained, tokenizer = load_run(made / "kern")
     tokens, experts, gates = route_text(trained.model, tokenizer, "a bé")
