@@ -847,13 +847,16 @@ def test_other_weights_behind_a_link(run, tmp_path, call):
     )
 
 
-@pytest.mark.parametrize("average", [1, 2])
-def test_an_export_in_several_files(run, tmp_path, monkeypatch, call, average):
-    """Of a run that is read block by block: the weights of `load_model`."""
-    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
+@pytest.mark.parametrize(("average", "file_bytes", "n_file"), [(1, 20_000, 5), (2, 40_000, 3)])
+def test_an_export_in_several_files(run, tmp_path, monkeypatch, call, average, file_bytes, n_file):
+    """Of a run that is read block by block: the weights of `load_model`.
+
+    Each part above 20 kB has a file, or both embeddings, a block, a block and the last norm.
+    """
+    monkeypatch.setattr(export, "FILE_BYTES", file_bytes)
     call(export.main, run, tmp_path / "out", "--average", average)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
-    assert files == [f"model-0000{number}.safetensors" for number in range(1, 6)]
+    assert files == [f"model-0000{number}.safetensors" for number in range(1, n_file + 1)]
     own = load_model(run, average=average).model
     tensors, notes = read_tensors(tmp_path / "out", {})
     wanted = FORMATS["nanokern"].from_own(own.state_dict())

@@ -92,6 +92,35 @@ def test_every_kind_of_file_reads_as_datasets_reads_it(tmp_path, name):
 
 
 @pytest.mark.parametrize(
+    "name", ["rows.parquet", "rows.jsonl.gz", "texts.tar", "texts.tgz", "texts.tar.zst"]
+)
+def test_an_ending_in_capitals_is_the_same_ending(tmp_path, name):
+    texts = [text for text in corpora.corpus_texts() if text][:5]
+    make(tmp_path, name, texts)
+    (tmp_path / name).rename(tmp_path / name.upper())
+    (file,) = local_inputs([tmp_path / name.upper()])
+    encoder = Encoder(corpora.BYTES, 0.5)
+    assert [encoder.text(raw) for raw in read_documents(file, "text")] == texts
+
+
+def test_what_is_left_out_is_counted_over_all_batches(run, tmp_path, small_batches):
+    members = {}
+    for i in range(20):
+        members[f"{i}.txt"] = b"text %d </s>\n</s>\n" % i
+        members[f"{i}-empty.txt"] = b" \n"
+        members[f"{i}-bad.txt"] = b"\xe9"
+        members[f"../{i}.txt"] = b"a path out"
+        members[f"{i}.png"] = b"\0"
+    corpora.write_tree(tmp_path, {"in.tar": corpora.tar(members)})
+    out = run("text", "--source", tmp_path / "in.tar", "--val-fraction", 0.5, "--skip-bad")
+    assert "left out: 20 empty documents, 20 that cannot be read, 20 links or paths out" in out
+    assert "left out of archives, no text: 20 .png\n" in out
+    assert "found </s> 20 times" in out
+    source = check_dataset(tmp_path / "out/text", 257).source
+    assert (source["empty"], source["bad"], source["links"]) == (20, 20, 20)
+
+
+@pytest.mark.parametrize(
     "end", [".txt", ".md", ".txt.gz", ".md.gz", ".txt.zst", ".md.zst", ".txt.bz2"]
 )
 def test_a_text_file_is_one_document_and_only_its_byte_order_mark_is_removed(tmp_path, end):

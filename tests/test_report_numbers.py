@@ -20,7 +20,7 @@ import report.__main__ as report
 from report import pictures
 from report.comparisons import compare_group
 from report.style import NO_TOKEN, STYLES
-from report.tables import MEASURES, name_measure
+from report.tables import MEASURES, build_measure_table, name_measure
 
 # in the order of tables; a name is part of another's
 ROUTERS = ("softmax", "kern", "softmax-renorm")
@@ -317,6 +317,27 @@ def check_measures(rows, runs):
                 values += list(read_series(runs[router, x, seed], name).values())[-1:]
             digits = int(MEASURES[name][1][1])
             assert row[name] == (format_mean(values, digits) if values else ""), name
+
+
+def test_measures_of_runs_that_train_are_of_the_step_that_all_have(tmp_path):
+    """kern's runs are at step 800, the others at 500, which is compared."""
+    runs = make_random_runs(tmp_path, until=0.8)
+    for (router, _, _), run in runs.items():
+        if router != "kern":
+            lines = [json.dumps(line) + "\n" for line in read_lines(run) if line["step"] <= 500]
+            (run / "metrics.jsonl").write_text("".join(lines))
+    (group,) = load_groups(*runs.values())
+    rows = build_measure_table(group).rows
+    assert [row["at the end"] for row in rows] == list(ROUTERS)
+    for router, row in zip(ROUTERS, rows, strict=True):
+        assert "val/gate_norm" in row and "router/entropy" in row
+        for name in row.keys() - {"at the end"}:
+            values = []
+            for seed in SEEDS:
+                series = read_series(runs[router, 1, seed], name)
+                values += [value for step, value in series.items() if step <= 500][-1:]
+            digits = int(MEASURES[name][1][1])
+            assert row[name] == (format_mean(values, digits) if values else ""), (router, name)
 
 
 def check_curves(group, losses):

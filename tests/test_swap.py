@@ -297,6 +297,16 @@ def test_a_mixture_computes_what_its_dense_run_does(tiny):
     assert not w_in[0].equal(w_in[2])
 
 
+def test_new_routers_have_the_size_of_fresh_ones(tiny):
+    """With the experts of a dense model as with random ones."""
+    place, _ = train_dense(tiny, "train.max_steps=1")
+    for ratio in (1, 5):
+        own = [*SLICES, f"model.router_init_ratio={ratio}", "model.init_std=0.05"]
+        model, _ = start(tiny(*own, f"train.init_from={place}"))
+        weights = [block.mlp.router.weight.flatten() for block in model.blocks]
+        assert torch.cat(weights).std().item() == pytest.approx(0.05 * ratio, rel=0.2)
+
+
 @pytest.mark.numerics
 def test_losses_of_another_function_are_printed(tiny, capsys):
     """KERN's gates have no fixed sum: their mean is divided out, and both losses are those of

@@ -24,7 +24,7 @@ from data.bins import open_tokenizer, open_tokens, read_meta
 from data.encode import Encoder
 from data.readers import Input
 from data.round_trip import ALLOWED_SHARE, compare_text, measure_losses
-from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, token_bytes
 from data.verify import main as verify
 from eval.scoring import Score
 from eval.val_loss import ByteCounter, open_text, score_corpus
@@ -156,6 +156,18 @@ def test_ids_are_those_of_auto_tokenizer(folders, kind):
     theirs = AutoTokenizer.from_pretrained(folders[kind])
     for text in [*MIXED, *LATIN, "", " ", " a", "x\n\n\n  y"]:
         assert own.encode(text) == theirs(text, add_special_tokens=False)["input_ids"], text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vocabulary_ends_with_its_largest_id(folders, kind):
+    """By the file; tokens that these texts do not use count, too."""
+    body = json.loads((folders[kind] / "tokenizer.json").read_text())
+    vocabulary = body["model"]["vocab"]
+    ids = {token["id"] for token in body["added_tokens"]}
+    ids.update(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
+    own = load_tokenizer(str(folders[kind]))
+    assert own.vocab_size == len(token_bytes(own)) == 1 + max(ids)
+    assert (own.vocab_size > len(ids)) == (kind == "gaps")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -109,14 +109,18 @@ def locked(folder):
     (LOG, True, ELSEWHERE, 299, "running"), (LOG, False, ELSEWHERE, 299, "unknown"),
     (END, False, ELSEWHERE, 299, "finished"),
 ])  # fmt: skip
-def test_state(make_run, owner, lines, held, host, quiet, state):
+def test_state(make_run, owner, lines, held, host, quiet, state, monkeypatch):
     folder = make_run("one", lines)
     (folder / "lock").write_text(f"process {owner} on {host}\n")
+    monkeypatch.setenv("TZ", "XYZ-14")  # 14 hours ahead
+    time.tzset()
     with locked(folder) if held else nullcontext():
         os.utime(folder / "lock", (0, 3e9))
         os.utime(folder / "metrics.jsonl", (0, 4e9))
         status = status_of(folder, 4e9 + quiet)
-    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(4e9))
+    monkeypatch.undo()
+    time.tzset()
+    written = "2096-10-02 21:06:40"  # 4e9 seconds after 1970, local time
     trouble = f"no metrics since {written}" if held and quiet > 300 else ""
     if state == "unknown":
         trouble = f"its lock on elsewhere is not visible here; last written {written}"
@@ -304,6 +308,8 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
             monkeypatch.setattr(time, "time", lambda: later)
             silent = get()
             assert "no metrics since" in silent and writes == [1]
+            address = re.search(r'<img alt="validation loss[^>]*src="([^"]*)"', silent)[1]
+            assert "tanh, seed 0, running" in get(f"/{address.lstrip('/')}")
             later += 100
             assert get() == silent and writes == [1]
         append(tmp_path / "runs/tanh", (600, {"train/loss": 1.2345}))
