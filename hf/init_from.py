@@ -6,6 +6,7 @@ resumes from its own checkpoint does not read them. Reading them executes nothin
 
 import json
 import re
+import zlib
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from functools import partial, reduce
 from pathlib import Path
@@ -48,7 +49,7 @@ class Weights(NamedTuple):
     """Weights that were checked and fit a GPT of the run's model."""
 
     # by model.py's names; an embedding may have fewer rows than the run's model
-    state: MutableMapping[str, Tensor]
+    state: LazyTensors
     notes: list[str]  # to print: where they come from, and what the run's model does differently
     routers: dict[str, Router]  # by name, the old routers that the run's model replaces
 
@@ -63,7 +64,8 @@ class Weights(NamedTuple):
         while self.state:
             name, tensor = self.state.popitem()
             tensor = tensor.to(own[name].dtype)
-            checksum += int(tensor.view(torch.int32).sum(dtype=torch.int64))
+            content = tensor.reshape(-1).view(torch.uint8).numpy().data
+            checksum = zlib.crc32(content, checksum)
             copy_shard(tensor, own[name])
             del tensor  # before the next is read
         if len(set(distributed.gather(checksum, ranks.control))) > 1:
@@ -94,7 +96,7 @@ class Source(NamedTuple):
 
     description: str  # such as "a run at step 4"
     model: Model
-    state: MutableMapping[str, Tensor]  # by model.py's names
+    state: LazyTensors  # by model.py's names
     notes: list[str]  # on differences in computation
 
 

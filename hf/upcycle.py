@@ -9,7 +9,8 @@ output times Σg/S, and w_out is multiplied by S/E[Σg]. That is the dense funct
 for all tokens, as after l1 over topk.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from configure import Config
 from configure.schema import Model
 from data.bins import open_tokens, read_meta
 from data.loader import choose_validation, windows
+from hf.by_block import build_by_block
 from hf.formats import dense_width
-from model import GPT, build_router
+from model import build_router
 from router import find_spec
+from runtime.checkpoint import LazyTensors
 
 WINDOWS = 4  # validation windows whose loss is compared after upcycling; not measured how few do
 SAMPLES = 2**14  # tokens to estimate E[Σg] from: its standard error is below 1%
@@ -52,10 +55,11 @@ def find_overrides(source: Model, model: Model) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def upcycle(config: Config, source: Model, state: MutableMapping[str, Tensor]) -> str:
+def upcycle(config: Config, source: Model, state: LazyTensors) -> str:
     """Replace the MLPs in `state`, weights of `source`, by experts, and add routers.
 
-    Routers are drawn from run.seed. Returns a note with the losses before and after.
+    A layer's experts are built when they are read. Routers are drawn from run.seed. Returns a note
+    with the losses before and after.
     """
     model = config.model
     n_slice = dense_width(source) // model.expert_hidden
@@ -79,11 +83,12 @@ def upcycle(config: Config, source: Model, state: MutableMapping[str, Tensor]) -
     scale = n_slice / gate_sums.mean().item()
     for layer in range(model.n_layer):
         mlp = f"blocks.{layer}.mlp"
-        w_in = state.pop(f"{mlp}.w_in.weight")
-        w_out = state.pop(f"{mlp}.w_out.weight")
-        w_in, w_out = split_into_slices(w_in, w_out, n_slice)
-        state[f"{mlp}.experts.w_in"] = w_in.repeat(n_copy, 1, 1)  # (E, C, H or 2H)
-        state[f"{mlp}.experts.w_out"] = (scale * w_out).repeat(n_copy, 1, 1)  # (E, H, C)
+        read_w_in = state.makers.pop(f"{mlp}.w_in.weight")
+        read_w_out = state.makers.pop(f"{mlp}.w_out.weight")
+        build_w_in = partial(_build_w_in, read_w_in, n_slice, model)
+        build_w_out = partial(_build_w_out, read_w_out, n_slice, model, scale)
+        state.makers[f"{mlp}.experts.w_in"] = build_w_in
+        state.makers[f"{mlp}.experts.w_out"] = build_w_out
         rows = std * torch.randn(n_copy, model.n_embd, generator=generator)
         for name, tensor in router.state_dict().items():
             state[f"{mlp}.router.{name}"] = tensor
@@ -99,29 +104,27 @@ def upcycle(config: Config, source: Model, state: MutableMapping[str, Tensor]) -
     return note
 
 
-def split_into_slices(w_in: Tensor, w_out: Tensor, n_slice: int) -> tuple[Tensor, Tensor]:
-    """Split the D hidden units of an MLP into S slices of H, each as an expert's matrices.
+def _build_w_in(read: Callable[[], Tensor], n_slice: int, model: Model) -> Tensor:
+    """All experts' w_in, (E, C, H), gated (E, C, 2H): copies of slices of an MLP's hidden units.
 
-    Args:
-        w_in: (D, C); of a gated MLP (2D, C), the gate above.
-        w_out: (C, D).
-        n_slice: S.
-
-    Returns:
-        (S, C, H), gated (S, C, 2H), and (S, H, C).
+    `read` gives the MLP's, (D, C); if gated (2D, C), the gate above. D is n_slice times H.
     """
-    C, D = w_out.shape
-    S, H = n_slice, D // n_slice
-    w_in = w_in.reshape(-1, S, H, C)  # (1, S, H, C), gated (2, S, H, C)
-    w_in = w_in.permute(1, 3, 0, 2).reshape(S, C, -1)
-    w_out = w_out.reshape(C, S, H).permute(1, 2, 0)
-    return w_in, w_out
+    w_in = read()
+    C = w_in.shape[1]
+    w_in = w_in.reshape(-1, n_slice, model.expert_hidden, C)  # (1, S, H, C), gated (2, S, H, C)
+    w_in = w_in.permute(1, 3, 0, 2).reshape(n_slice, C, -1)
+    return w_in.repeat(model.n_expert // n_slice, 1, 1)
+
+
+def _build_w_out(read: Callable[[], Tensor], n_slice: int, model: Model, scale: float) -> Tensor:
+    """All experts' w_out, (E, H, C), from an MLP's, (C, D), times `scale`."""
+    w_out = scale * read()
+    w_out = w_out.reshape(-1, n_slice, model.expert_hidden)  # (C, S, H)
+    return w_out.permute(1, 2, 0).repeat(model.n_expert // n_slice, 1, 1)
 
 
 @torch.no_grad()
-def _measure_loss(
-    config: Config, source: Model, model: Model, state: MutableMapping[str, Tensor]
-) -> float:
+def _measure_loss(config: Config, source: Model, model: Model, state: LazyTensors) -> float:
     """Loss, nats per token, of `model` with weights `state` on validation windows, on the CPU."""
     T = config.model.block_size
     tokens = [open_tokens(folder, "val") for folder in config.data.folders]
@@ -133,9 +136,7 @@ def _measure_loss(
         "bias": source.bias,
         "backend": "auto",
     }
-    with torch.device("meta"):
-        gpt = GPT(model.model_copy(update=settings)).eval()
-    gpt.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
+    gpt = build_by_block(model.model_copy(update=settings), state, torch.float32)
     if config.data.document_mask:
         gpt.document_token = read_meta(config.data.folders[0]).tokenizer["eot"]
     loss = gpt(torch.from_numpy(x), torch.from_numpy(y)).loss

@@ -31,6 +31,7 @@ from attention import KVCache, rotate
 from balance import balance_loss, expert_loads, token_distribution
 from data.tokenizer import ByteTokenizer
 from eval.trained import Trained, load_model
+from hf.by_block import build_by_block
 from hf.export import export
 from hf.export.export import CODE, choose_form, export_run
 from hf.formats import FORMATS
@@ -350,10 +351,46 @@ def test_layout_that_vllm_expects(exported):
     assert not known & json.loads((out / "config.json").read_text()).keys()
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "nanokern"])
+def test_check_holds_one_block_of_each_model(exported, kind):
+    """Blocks of neither model have weights before and after a pass; logits are a full model's."""
+    words = {
+        "gpt2": ["model.router=dense"],
+        "nanokern": ["model.router=kern", "model.n_hash_layer=1"],
+    }
+    trained, out = exported(*words[kind], form=kind)
+    idx = random_ids(2, 20)
+    own = build_by_block(trained.config.model, trained.state, torch.float64)
+    held = []  # blocks with weights in memory, while each block computes
+
+    def count_held(*_):
+        held.append(sum(not block.ln_1.weight.is_meta for block in own.blocks))
+
+    for block in own.blocks:
+        block.register_forward_pre_hook(count_held)
+    logits = logits_of(own, idx)
+    assert logits_of(own, idx).equal(logits) and held == [1, 1, 1, 1]
+    assert all(p.is_meta for p in own.blocks.parameters())
+    wanted = logits_of(trained.model.double(), idx)
+    assert logits.equal(wanted)
+    with export.load_from_disk(out, kind == "nanokern", dtype=torch.float64) as (theirs, _):
+        blocks = theirs.get_decoder()
+        blocks = blocks.h if kind == "gpt2" else blocks.layers
+        for _ in range(2):
+            assert_near(theirs(idx).logits, wanted, NEAR)
+            assert all(p.is_meta for p in blocks.parameters())
+
+
 def break_weights(out):
-    """One is wrong, one is missing."""
+    """One is wrong."""
     state = load_file(out / "model.safetensors")
     state["model.layers.1.mlp.experts.down_proj"][:, 3] *= 1.5
+    save_file(state, out / "model.safetensors", {"format": "pt"})
+
+
+def lose_weights(out):
+    """One is missing."""
+    state = load_file(out / "model.safetensors")
     del state["model.layers.0.mlp.router.gamma"]
     save_file(state, out / "model.safetensors", {"format": "pt"})
 
@@ -374,7 +411,8 @@ def break_positions(out):
 
 
 HARMS = {
-    break_weights: ("in one pass: at most", "missing_keys: model.layers.0.mlp.router.gamma"),
+    break_weights: ("in one pass: at most",),
+    lose_weights: ("missing_keys: model.layers.0.mlp.router.gamma",),
     break_positions: ("generated with a cache: at most",),
     break_tokenizer: ("the tokenizer gives other ids",),
 }

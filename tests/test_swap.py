@@ -290,8 +290,12 @@ def test_a_mixture_computes_what_its_dense_run_does(tiny):
         all_logits(model, ids(32)), all_logits(load_model(place).model, ids(32)), LOGITS, "logits"
     )
     w_in = model.state_dict()[LAST_BLOCK + "w_in"]
-    # a copy of two slices after the other
-    assert w_in[0].equal(w_in[2]) and not w_in[0].equal(w_in[1])
+    mlp = load_model(place).model.blocks[1].mlp
+    for i, expert in enumerate(w_in):  # a copy of two slices after the other
+        first = 8 * (i % 2)
+        gate = mlp.w_in.weight[first : first + 8]
+        up = mlp.w_in.weight[16 + first : 16 + first + 8]
+        assert expert.equal(torch.cat([gate, up]).mT)
     run(config := tiny(*own))
     w_in = load_model(path_of(config)).model.state_dict()[LAST_BLOCK + "w_in"]
     assert not w_in[0].equal(w_in[2])

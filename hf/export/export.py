@@ -12,12 +12,16 @@ Qwen3-MoE or Mixtral computes as one of these, any other with the code it needs.
 """
 
 import json
+import logging
 import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +36,14 @@ from common.text import first_line, markdown_table
 from configure.schema import Model
 from data.tokenizer import Tokenizer, token_bytes
 from eval.trained import Trained, add_run_arguments, load_run
+from hf.by_block import build_by_block
 from hf.formats import FORMATS, OPEN_MOES, name_block
 from hf.tokenizer_files import write_json, write_tokenizer
 from hf.weight_files import DIGEST, INDEX, ONE_FILE, hash_tensors
 from model import GPT, count_parameters
-from router import Router, find_spec
+from router import find_spec
 from runtime import RunError
+from runtime.checkpoint import LazyTensors
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REPO_ROOT = Path(__file__).parents[2]
@@ -70,6 +76,18 @@ LIMIT_OF_ROUNDING = 2
 LIMIT_OF_ROUNDING_OF_MOES = 4
 FILE_BYTES = 5_000_000_000  # of weights in a file; so many are in memory at a time
 WINDOWS = 4  # prompts of --check
+DEVICES = {  # of modules in --check: blocks stay on the disk
+    "model.embed_tokens": "cpu",
+    "model.embed_positions": "cpu",
+    "model.layers": "disk",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "transformer.wte": "cpu",
+    "transformer.wpe": "cpu",
+    "transformer.h": "disk",
+    "transformer.ln_f": "cpu",
+    "lm_head": "cpu",
+}
 NEW_TOKENS = 16  # generated for each prompt
 ODD_TEXTS = [
     "",
@@ -229,13 +247,14 @@ def convert_in_parts(
 
     Arguments as for `write_weights`.
     """
+    rounded = round_weights(weights, dtype, form)
     blocks: dict[str, list[str]] = {}
-    for name in weights:
+    for name in rounded:
         blocks.setdefault(name_block(name), []).append(name)
     part: dict[str, Tensor] = {}
     part_size = 0
     for names in blocks.values():
-        block = round_weights({name: weights[name] for name in names}, dtype, form)
+        block = {name: rounded[name] for name in names}
         block_size = sum(tensor.nbytes for tensor in block.values())
         if part and part_size + block_size > FILE_BYTES:
             yield part
@@ -247,8 +266,8 @@ def convert_in_parts(
     yield part
 
 
-def round_weights(weights: dict[str, Tensor], dtype: torch.dtype, form: str) -> dict[str, Tensor]:
-    """The weights that an export has, by the names of model.py.
+def round_weights(weights: Mapping[str, Tensor], dtype: torch.dtype, form: str) -> LazyTensors:
+    """The weights that an export has, by the names of model.py; each is rounded when it is read.
 
     Those of routers stay in fp32. transformers' own mixtures have no constant c on gates: in an
     export to these it is multiplied into w_out, and c is 1.
@@ -258,14 +277,16 @@ def round_weights(weights: dict[str, Tensor], dtype: torch.dtype, form: str) -> 
         dtype: of the export.
         form: a key of FORMATS.
     """
-    rounded = {}
-    for name, tensor in weights.items():
+
+    def round_one(name: str) -> Tensor:
+        tensor = weights[name]
         if form in OPEN_MOES and name.endswith("experts.w_out"):
             tensor = tensor * weights[name.replace("experts.w_out", "router.c")]
         if form in OPEN_MOES and name.endswith("router.c"):
             tensor = torch.ones_like(tensor)
-        rounded[name] = tensor if ".router." in name else tensor.to(dtype)
-    return rounded
+        return tensor if ".router." in name else tensor.to(dtype)
+
+    return LazyTensors({name: partial(round_one, name) for name in weights})
 
 
 def format_card(trained: Trained, form: str, dtype: str) -> str:
@@ -368,20 +389,19 @@ def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[
     errors = compare_tokenizers(their_tokenizer, tokenizer, idx)
     if not errors:
         print("tokenizer: the same ids, texts and end of a text")
-    settings: dict[str, Any] = {"dtype": torch.float32}
+    rounded = round_weights(trained.state, DTYPES[config["dtype"]], form)
+    settings: dict[str, Any] = {"dtype": torch.float64}
     if form in OPEN_MOES:
         settings["experts_implementation"] = "eager"  # others know no fp64
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    model, problems = load(out, output_loading_info=True, trust_remote_code=own_code, **settings)
-    for problem, names in problems.items():
-        if names:
-            errors.append(f"{problem}: {', '.join(str(name) for name in names)}")
-    own = trained.model
-    rounded = round_weights(own.state_dict(), DTYPES[config["dtype"]], form)
-    own.load_state_dict(rounded)
-    own.double()
     limit = LIMIT_OF_MOES if form in OPEN_MOES else LIMIT
-    output = run_export(model.double(), tokenizer.eot, idx)
+    with load_from_disk(out, own_code, **settings) as (model, problems):
+        for problem, names in problems.items():
+            if names:
+                errors.append(f"{problem}: {', '.join(str(name) for name in names)}")
+        if any(problems.values()):
+            return errors  # a module that lacks a weight cannot compute
+        output = run_export(model, tokenizer.eot, idx)
+    own = build_by_block(trained.config.model, rounded, torch.float64)
     exact = run_own(own, output)
     for computation, logits in output.logits.items():
         distance = (logits - exact[computation]).abs().max().item()
@@ -392,11 +412,11 @@ def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[
         else:
             errors.append(f"{line}, allowed are {limit:g}")
 
-    output = run_export(load(out, trust_remote_code=own_code), tokenizer.eot, idx)
+    with load_from_disk(out, own_code) as (model, _):
+        output = run_export(model, tokenizer.eot, idx)
     exact = run_own(own, output)
     limit = LIMIT_OF_ROUNDING_OF_MOES if form in OPEN_MOES else LIMIT_OF_ROUNDING
-    round_model(own, rounded, DTYPES[config["dtype"]])
-    own_logits = run_own(own, output)
+    own_logits = run_own(build_by_block(trained.config.model, rounded), output)
     for computation, logits in output.logits.items():
         error = median_error(logits, exact[computation])
         own_error = median_error(own_logits[computation], exact[computation])
@@ -407,6 +427,34 @@ def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[
         else:
             errors.append(f"{line}, allowed are {limit} times that")
     return errors
+
+
+@contextmanager
+def load_from_disk(out: Path, own_code: bool, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield an export as from_pretrained loads it, and the loading info.
+
+    A module of a block has weights only while it computes: accelerate reads them from the disk.
+
+    Args:
+        out: the export.
+        own_code: it has the code that computes it.
+        settings: other arguments of from_pretrained.
+    """
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    # accelerate names the modules that this model lacks, and says that it uses the disk
+    warnings.filterwarnings("ignore", "The following device_map keys", module="accelerate")
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}.check-", dir=out.parent) as folder:
+        yield load(
+            out,
+            output_loading_info=True,
+            trust_remote_code=own_code,
+            device_map=DEVICES,
+            offload_folder=folder,  # for weights that transformers stores otherwise
+            **settings,
+        )
 
 
 class ExportOutput(NamedTuple):
@@ -466,15 +514,6 @@ def run_own(own: GPT, output: ExportOutput) -> dict[str, Tensor]:
     }
 
 
-def round_model(own: GPT, rounded: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Let the run's model compute in `dtype`, routers in fp32, with the weights `rounded`."""
-    own.to(dtype)
-    for module in own.modules():
-        if isinstance(module, Router):
-            module.float()
-    own.load_state_dict(rounded)
-
-
 def median_error(logits: Tensor, exact: Tensor) -> float:
     """Median over tokens of the largest error of a token's logits (tokens, V); NaN if one is."""
     return (logits - exact).abs().amax(-1).median().item()
@@ -511,10 +550,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--check", action="store_true", help="load OUT by transformers and compare it with the run")
     args = parser.parse_args(argv)
     if args.check:
-        require_packages("transformers", requirements="requirements-dev.txt")
-    # to compare, the model itself is needed
-    lazy = not args.check
-    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema, lazy)
+        require_packages("transformers", "accelerate", requirements="requirements-dev.txt")
+    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema, lazy=True)
     export_run(trained, tokenizer, args.out, args.format, args.dtype)
     print(f"{args.out}: {args.run} at step {trained.step}")
     if args.check:
