@@ -519,7 +519,7 @@ def test_diverged_run_ends_as_a_failure_and_saves_nothing(tiny, monkeypatch, los
     [  # lr 1 at the peak, 0.2 at the end; step 5 is the next
         ("cosine", 4, 12, (0.2 + 0.4 * (1 + math.cos(math.pi * 2 / 10)), 0.2)),
         ("cosine", 12, 6, (0.2 + 0.4 * (1 + math.cos(math.pi * 2 / 4)), 0.2 + 0.8 * 0.904508)),
-        ("cosine optim.warmup_steps=8", 12, 40, None),  # still in the warm-up
+        ("cosine optim.warmup_steps=8", 12, 16, None),  # still in the warm-up
         ("wsd optim.decay_fraction=0.5", 12, 16, None),  # still constant
     ],
 )
