@@ -367,15 +367,16 @@ def describe_expert_problem(config: Config, parallel: str, world_size: int, loca
             f"--train.expert_parallel={gcd(world_size, n)}, or start {n} ranks or a multiple with "
             "torchrun"
         )
-    if parallel == "hsdp" and n != local_size:
+    if parallel == "hsdp" and local_size % n:
         return (
-            f"{on_ranks}: with train.parallel = hsdp the ranks of a node share the experts; set "
-            f"--train.expert_parallel={local_size} or --train.parallel=fsdp"
+            f"{on_ranks}: with train.parallel = hsdp ranks of one node share the experts; set "
+            f"--train.expert_parallel={gcd(local_size, n)} or --train.parallel=fsdp"
         )
-    if parallel in ("zero2", "fsdp") and config.model.n_expert % world_size:
+    shards = list_parallelisms(world_size, local_size)[parallel]
+    if parallel != "ddp" and config.model.n_expert % shards:
         return (
-            f"{on_ranks}: train.parallel = {parallel} shards experts over all ranks, which must "
-            f"divide model.n_expert = {config.model.n_expert}; set --train.parallel=ddp or "
+            f"{on_ranks}: train.parallel = {parallel} shards experts over {shards} ranks, which "
+            f"must divide model.n_expert = {config.model.n_expert}; set --train.parallel=ddp or "
             "--train.expert_parallel=1"
         )
     return ""

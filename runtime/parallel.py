@@ -7,6 +7,7 @@ one micro-batch.
 """
 
 import copy
+import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -134,6 +135,7 @@ def distribute(
     reduce_dtype: torch.dtype = torch.float32,
     expert_parallel: int = 1,
     initialize: Callable[[GPT], object] = lambda model: None,
+    trial: bool = False,
 ) -> nn.Module:
     """Move `model` to the device, shard or wrap it in place; returns the module to call instead.
 
@@ -148,24 +150,31 @@ def distribute(
         reduce_dtype: the type that gradients are summed in over ranks.
         expert_parallel: consecutive ranks that share one set of experts.
         initialize: gives the model's parameters, sharded on the device, their values.
+        trial: leave everything on this rank, wrapped as if the others had parts or copies.
     """
     if compile:
         compile_blocks(model)
-    mesh = None
+    expert_mesh = None
     if expert_parallel > 1:
-        mesh = build_expert_mesh(parallel, ranks, expert_parallel)
-        share_experts(model, mesh["expert"], ranks.device)
+        sizes = plan_expert_grid(parallel, ranks, expert_parallel)
+        expert_mesh = build_mesh(sizes, ranks, trial)
+        share_experts(model, expert_mesh["expert"], ranks.device)
     if parallel != "ddp":
+        sizes = {"shard": ranks.world_size}
+        if parallel == "hsdp":
+            n_node = ranks.world_size // ranks.local_size
+            sizes = {"replicate": n_node, "shard": ranks.local_size}
+        mesh = build_mesh(sizes, ranks, trial)
         hold = holds_weights(parallel, accumulates)
-        _shard(model, parallel, ranks, dtype, hold, reduce_dtype, mesh)
+        _shard(model, mesh, expert_mesh, ranks.world_size, dtype, hold, reduce_dtype)
     if parallel == "ddp" or model.head.is_meta:
         allocate_parameters(model, ranks.device)
     initialize(model)
     runner: nn.Module = model
-    if parallel == "ddp":
-        runner = _replicate(model, ranks, reduce_dtype, mesh)
-    if mesh is not None and "replicate" in (mesh.mesh_dim_names or ()):
-        group = mesh.get_group("replicate")
+    if parallel == "ddp" and not trial:
+        runner = _replicate(model, ranks, reduce_dtype, expert_mesh)
+    if expert_mesh is not None and not has_shards(expert_mesh):
+        group = expert_mesh.get_group("replicate")
         average_gradients(runner, expert_parameters(model), group, ranks.world_size, reduce_dtype)
     return runner
 
@@ -197,11 +206,21 @@ def expert_parameters(model: GPT) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if ".experts." in name}
 
 
-def build_expert_mesh(parallel: str, ranks: Ranks, n: int) -> DeviceMesh:
-    """The ranks as a grid: groups of `n` consecutive ones, "expert", share one set of experts.
+def build_mesh(sizes: Mapping[str, int], ranks: Ranks, trial: bool) -> DeviceMesh:
+    """All ranks as a grid of `sizes` {axis: ranks}; in a `trial` a grid of this rank alone."""
+    device = ranks.device.type
+    axes = tuple(sizes)
+    if not trial:
+        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=axes)
+    shape = [ranks.world_size] + [1] * len(axes)
+    return init_device_mesh(device, tuple(shape), mesh_dim_names=("trial", *axes))[axes]
 
-    Ranks of equal place in their groups have the same experts: copies along "replicate", parts of
-    FSDP2 along "shard".
+
+def plan_expert_grid(parallel: str, ranks: Ranks, n: int) -> dict[str, int]:
+    """The grid {axis: ranks}: groups of `n` consecutive ranks, "expert", share one set of experts.
+
+    Ranks of equal place in their groups have the same experts: parts of FSDP2 along "shard", copies
+    along "replicate".
     """
     groups = ranks.world_size // n
     shards = groups
@@ -209,12 +228,16 @@ def build_expert_mesh(parallel: str, ranks: Ranks, n: int) -> DeviceMesh:
         shards = 1
     elif parallel == "hsdp":
         shards = ranks.local_size // n
-    device = ranks.device.type
     if shards == 1:
-        return init_device_mesh(device, (groups, n), mesh_dim_names=("replicate", "expert"))
+        return {"replicate": groups, "expert": n}
     if shards == groups:
-        return init_device_mesh(device, (groups, n), mesh_dim_names=("shard", "expert"))
-    raise AssertionError("runtime.memory.describe_expert_problem refuses it")
+        return {"shard": groups, "expert": n}
+    return {"replicate": groups // shards, "shard": shards, "expert": n}
+
+
+def has_shards(expert_mesh: DeviceMesh) -> bool:
+    """True if FSDP2 shards a rank's experts over an axis of `plan_expert_grid`."""
+    return "shard" in (expert_mesh.mesh_dim_names or ())
 
 
 def share_experts(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
@@ -304,40 +327,33 @@ def compile_blocks(model: GPT) -> None:
 
 
 def try_compiling(
-    model: GPT, shape: tuple[int, int], autocast: torch.autocast, ranks: Ranks
+    model: GPT,
+    shape: tuple[int, int],
+    distribute_copy: Callable[..., nn.Module],
+    autocast: torch.autocast,
+    ranks: Ranks,
 ) -> bool:
-    """Compile a copy of each kind of block; returns False, with a warning, if that fails anywhere.
+    """Compile copies of each kind of block; returns False, with a warning, if that fails anywhere.
 
-    Every rank must call it. The copies run forward, backward and without gradients, before the
-    model is distributed: no collective waits then for a rank that failed, and the model, its
-    gradients and random numbers stay as they are.
+    Every rank must call it. The copies are distributed as the model will be, but over this rank
+    alone: no collective waits for a rank that failed. They run forward, backward and without
+    gradients. The model, its gradients and random numbers stay as they are.
 
     Args:
-        model: the model, on any device.
+        model: the model, on any device, before it is distributed.
         shape: (B, T) of a micro-batch.
+        distribute_copy: `distribute`, with the arguments that the model will have.
         autocast: the context that the model runs in.
         ranks: this rank and the others.
     """
     problem = ""
-    kinds = {repr(block.mlp): block for block in model.blocks}
-    device = ranks.device
+    idx = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            for block in kinds.values():
-                trial = copy.deepcopy(block)
-                allocate_parameters(trial, device)
-                trial.compile()
-                inputs = torch.zeros(*shape, model.config.n_embd, device=device, requires_grad=True)
-                idx = torch.zeros(shape, dtype=torch.int64, device=device)
-                with autocast:
-                    documents = model.find_documents(idx)
-                    x, y, _ = trial(inputs, None, idx, None, documents)
-                    _, y, _ = trial(x, y, idx, None, documents)  # a later block also gets y
-                    y.float().sum().backward()
-                with torch.no_grad(), autocast:
-                    trial.eval()(inputs, None, idx, None, documents)
+        with torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):
+            _run_copies(model, idx, distribute_copy, autocast)
     except Exception as error:  # whatever dynamo, inductor, Triton or a C compiler raise
         problem = f"{type(error).__name__}: {first_line(error)}"
+    gc.collect()  # FSDP2 leaves cycles, which would keep the copies' memory
     failed = [(rank, text) for rank, text in enumerate(gather(problem, ranks.control)) if text]
     if failed:
         torch._dynamo.reset()
@@ -349,29 +365,43 @@ def try_compiling(
     return not failed
 
 
+def _run_copies(
+    model: GPT,
+    idx: Tensor,
+    distribute_copy: Callable[..., nn.Module],
+    autocast: torch.autocast,
+) -> None:
+    """Run copies of each kind of block, as `try_compiling` says, on idx (B, T)."""
+    trial = copy.deepcopy(model)
+    kinds = {repr(block.mlp): block for block in trial.blocks}
+    trial.blocks = nn.ModuleList()
+    for block in kinds.values():
+        trial.blocks += [block, copy.deepcopy(block)]  # a later block also gets y
+    runner = distribute_copy(trial, compile=True, trial=True)
+    with autocast:
+        loss = runner(idx, idx).loss
+    loss.backward()
+    with torch.no_grad(), autocast:
+        runner.eval()(idx, idx)
+
+
 def _shard(
     model: GPT,
-    parallel: str,
-    ranks: Ranks,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    world_size: int,
     dtype: torch.dtype,
     hold: bool,
     reduce_dtype: torch.dtype,
-    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard every parameter along its first dimension, which for experts' weights is the expert.
 
     Each block is a group, its experts or MLP another, shared experts a third. Experts and MLPs are
     gathered in `dtype`, to which autocast would cast them anyway; other parameters in fp32, so that
     router, norms and residual stream compute as under DDP. With `hold` forward passes keep the
-    gathered weights. With an `expert_mesh` (`build_expert_mesh`) a rank's experts are sharded over
+    gathered weights. With an `expert_mesh` (`plan_expert_grid`) a rank's experts are sharded over
     the ranks that have the same ones.
     """
-    device = ranks.device.type
-    if parallel == "hsdp":
-        shape = (ranks.world_size // ranks.local_size, ranks.local_size)
-        mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh(device, (ranks.world_size,), mesh_dim_names=("shard",))
     fp32 = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     half = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
@@ -380,8 +410,9 @@ def _shard(
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": False if hold else None}
     expert_options: dict[str, Any] | None = options
     if expert_mesh is not None:
-        if "shard" in (expert_mesh.mesh_dim_names or ()):
-            expert_options = options | {"mesh": expert_mesh["shard"]}
+        if has_shards(expert_mesh):
+            axes = (expert_mesh.mesh_dim_names or ())[:-1]  # without "expert"
+            expert_options = options | {"mesh": expert_mesh[axes]}
         else:
             options["ignored_params"] = set(expert_parameters(model).values())
             expert_options = None
@@ -391,7 +422,7 @@ def _shard(
             if expert_options is not None:
                 experts = fully_shard(mlp.experts, mp_policy=half, **expert_options)
                 if expert_mesh is not None:  # see average_gradients
-                    experts.set_gradient_divide_factor(ranks.world_size)
+                    experts.set_gradient_divide_factor(world_size)
                     # gloo has no operation that sums and divides
                     experts.set_force_sum_reduction_for_comms(True)
             if mlp.shared is not None:

@@ -1,6 +1,6 @@
 """The training state: what a step changes and a checkpoint holds."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -320,14 +320,20 @@ def initialize(
         initial_weights.load_into(model, ranks)
 
 
-def choose_compiling(model: GPT, config: Config, compute: Compute, ranks: Ranks) -> bool:
-    """True if blocks are to be compiled; with train.compile = "auto" a copy is tried first."""
+def choose_compiling(
+    model: GPT,
+    config: Config,
+    compute: Compute,
+    distribute_copy: Callable[..., nn.Module],
+    ranks: Ranks,
+) -> bool:
+    """True if blocks are to be compiled; with train.compile = "auto" copies are tried first."""
     if not distributed.pick_compile(config.train.compile, compute.device):
         return False
     if config.train.compile != "auto":
         return True
     shape = (config.train.micro_batch_size, config.model.block_size)
-    return try_compiling(model, shape, compute.autocast(), ranks)
+    return try_compiling(model, shape, distribute_copy, compute.autocast(), ranks)
 
 
 def build_state(plan: Plan, ranks: Ranks) -> TrainState:
@@ -355,16 +361,19 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         train.activation_checkpointing,
         plan.expert_parallel,
     )
-    compiles = choose_compiling(model, config, compute, ranks)
-    runner = distribute(
-        model,
-        plan.parallel,
-        ranks,
-        plan.dtype,
-        compile=compiles,
+    distribute_model = partial(
+        distribute,
+        parallel=plan.parallel,
+        ranks=ranks,
+        dtype=plan.dtype,
         accumulates=plan.accumulation > 1,
         reduce_dtype=getattr(torch, train.reduce_dtype),
         expert_parallel=plan.expert_parallel,
+    )
+    compiles = choose_compiling(model, config, compute, distribute_model, ranks)
+    runner = distribute_model(
+        model,
+        compile=compiles,
         initialize=partial(initialize, config, plan.initial_weights, ranks),
     )
     if plan.initial_weights:

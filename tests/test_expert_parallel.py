@@ -1,7 +1,7 @@
-"""train.expert_parallel: four ranks train as under DDP, two or four of which share experts.
+"""train.expert_parallel: ranks train as under DDP, two or four of which share experts.
 
-One job of four ranks (CPU, gloo) goes through all cases, in float64: rounding, which differs, then
-changes no choice of an expert. Each rank leaves a report per case.
+Jobs of four and of eight ranks (CPU, gloo) go through all cases, in float64: rounding, which
+differs, then changes no choice of an expert. Each rank leaves a report per case.
 """
 
 import math
@@ -22,6 +22,7 @@ from conftest import write_tiny
 from numerics import assert_near
 from runs import REPO_ROOT, be_killed, meet_in, start_ranks, untimed
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import configure
 import train
@@ -29,13 +30,12 @@ from configure import ConfigError
 from eval.trained import load_model
 from hf.export import export
 from model import GPT, Experts, parameter_shapes
-from runtime import RunError, checkpoint, memory, updates
+from runtime import RunError, checkpoint, distributed, memory, updates
 from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.metrics import ARRAYS, read_metrics
 from runtime.parallel import full_tensor, local_part
 
-N_RANK = 4
 LIMIT = 1e-5  # of the issue; the reduced sums of FSDP2 are float32
 SAVED_STEP = 10  # of 20
 ALL = [
@@ -71,6 +71,8 @@ MODELS = {
         "model.router_groups=4",
         "model.router_group_k=2",
         "optim.name=muon",
+        "optim.grad_clip=0.3",
+        "train.batch_size=16",  # on eight ranks, too, two micro-batches in a step
         "train.activation_checkpointing=true",
     ],
     # by dynamo and AOT autograd, without inductor; compared with an eager run
@@ -79,32 +81,48 @@ MODELS = {
     "single": ["model.router=softmax", "model.top_k=1"],  # one expert gets all
     "inf": ["model.router=softmax"],  # an infinite gradient of one expert in step 3
 }
-WAYS = {  # train.parallel, ranks of a node, train.expert_parallel
-    "ddp 1": ("ddp", 4, 1),
-    "zero2 1": ("zero2", 4, 1),
-    "fsdp 1": ("fsdp", 4, 1),
-    "ddp 2": ("ddp", 4, 2),
-    "ddp 4": ("ddp", 4, 4),
-    "zero2 2": ("zero2", 4, 2),
-    "fsdp 2": ("fsdp", 4, 2),
-    "fsdp 4": ("fsdp", 4, 4),
-    "hsdp 2": ("hsdp", 2, 2),
+# Rank 1 cannot compile sharded blocks: all ranks compile none, and nobody waits for it.
+MODELS["uncompilable"] = MODELS["compiled"]
+
+
+class Way(NamedTuple):
+    parallel: str
+    local_size: int  # ranks of a node
+    n: int  # train.expert_parallel
+    n_rank: int = 4
+
+
+WAYS = {
+    "ddp 1": Way("ddp", 4, 1),
+    "zero2 1": Way("zero2", 4, 1),
+    "fsdp 1": Way("fsdp", 4, 1),
+    "hsdp 1": Way("hsdp", 2, 1),
+    "ddp 2": Way("ddp", 4, 2),
+    "ddp 4": Way("ddp", 4, 4),
+    "zero2 2": Way("zero2", 4, 2),
+    "fsdp 2": Way("fsdp", 4, 2),
+    "fsdp 4": Way("fsdp", 4, 4),
+    "hsdp 2": Way("hsdp", 2, 2),
+    # the least with copies on two nodes, parts of FSDP2 within a node, and experts' ranks
+    "hsdp 2 of 4": Way("hsdp", 4, 2, n_rank=8),
 }
 MOST = ["ddp 2", "ddp 4", "fsdp 2"]
 COMPARED = {  # with "ddp 1"
-    "kern": [*MOST, "zero2 2", "hsdp 2", "fsdp 4"],
+    "kern": [*MOST, "zero2 2", "hsdp 2", "fsdp 4", "hsdp 2 of 4"],
     "biased": MOST,
     "quantile": ["ddp 2", "hsdp 2"],
-    "muon": ["ddp 2", "fsdp 2"],
-    "compiled": ["zero2 1", "fsdp 1", "fsdp 2"],
+    "muon": ["ddp 2", "fsdp 2", "hsdp 2 of 4"],
+    "compiled": ["zero2 1", "fsdp 1", "hsdp 1", "fsdp 2", "ddp 2", "hsdp 2 of 4"],
+    "uncompilable": ["fsdp 2"],
     "one": ["ddp 4"],
     "single": ["ddp 2", "fsdp 4"],
     "inf": ["ddp 4", "fsdp 2"],
 }
 RESUMED = {  # the way that saved: the ways that resume
-    "ddp 4": ["ddp 4", "ddp 1", "fsdp 2"],
+    "ddp 4": ["ddp 4", "ddp 1", "fsdp 2", "hsdp 2 of 4"],
     "fsdp 2": ["fsdp 2", "ddp 4"],
     "ddp 1": ["ddp 4"],
+    "hsdp 2 of 4": ["hsdp 2 of 4", "ddp 2"],
 }
 
 
@@ -123,16 +141,30 @@ for model, compared in COMPARED.items():
     CASES += [Case(model, way) for way in ["ddp 1", *compared]]
 for saved, resumed in RESUMED.items():
     CASES += [Case("kern", way, saved) for way in resumed]
+# One after the other: a checkpoint of eight ranks is resumed on four, and the other way round.
+JOBS: list[list[Case]] = [[], [], []]
+for case in CASES:
+    if WAYS[case.way].n_rank == 8:
+        JOBS[1].append(case)
+    else:
+        JOBS[2 if case.saved == "hsdp 2 of 4" else 0].append(case)
 
 
 # ---- what a rank does
 def config_of(folder: Path, case: Case) -> configure.Config:
-    parallel, _, n = WAYS[case.way]
-    place = [f"run.dir={(folder / case.name).as_posix()}", f"train.parallel={parallel}"]
-    own = [*ALL, *MODELS[case.model], *place, f"train.expert_parallel={n}"]
-    if case.model == "compiled" and case.way != "ddp 1":
-        own.append("train.compile=on")
-    return configure.load(folder / "tiny.toml", own, N_RANK)
+    way = WAYS[case.way]
+    own = [
+        *ALL,
+        *MODELS[case.model],
+        f"run.dir={(folder / case.name).as_posix()}",
+        f"train.parallel={way.parallel}",
+        f"train.expert_parallel={way.n}",
+    ]
+    if way.n_rank == 8:
+        own.append("train.micro_batch_size=1")
+    if case.way == "ddp 1":
+        own.append("train.compile=off")
+    return configure.load(folder / "tiny.toml", own, way.n_rank)
 
 
 BUILD, DISTRIBUTE = train_state.build_optimizer, train_state.distribute
@@ -170,7 +202,9 @@ class Watch:
             patch.setattr(train_state, "build_optimizer", self.build_optimizer)
             patch.setattr(updates.Updates, "step", step)
             patch.setattr(checkpoint.Saver, "save", save)
-            patch.setattr(nn.Module, "compile", compile_without_inductor)
+            if self.case.model in ("compiled", "uncompilable"):  # as on CUDA
+                patch.setattr(distributed, "pick_compile", lambda name, device: name == "auto")
+            patch.setattr(nn.Module, "compile", lambda module: self.compile(module))
             # the mean of weights (train.ema_decay) has a factor in float32
             patch.setattr(Tensor, "lerp_", lambda a, b, factor: LERP(a, b, factor.double()))
             torch.set_default_dtype(torch.float64)
@@ -179,6 +213,7 @@ class Watch:
     def build_optimizer(self, model: GPT, *args: Any) -> Any:
         """Note the parameters; choose the experts of all tokens, or spoil a gradient."""
         self.names = {p: name for name, p in model.named_parameters()}
+        self.report["compiles"] = model.blocks[0]._compiled_call_impl is not None
         self.report["held"] = sum(local_part(p).numel() for p in model.parameters())
         for block in model.blocks:
             if self.case.model == "one":
@@ -188,6 +223,17 @@ class Watch:
             if self.case.model == "inf" and self.rank == 1:
                 block.mlp.experts.register_forward_pre_hook(self.before_experts)
         return BUILD(model, *args)
+
+    def compile(self, module: nn.Module) -> None:
+        """In place of `Module.compile`, by dynamo and AOT autograd without inductor."""
+
+        def compiled_call(*args: Any) -> Any:
+            if self.case.model == "uncompilable" and self.rank == 1:
+                assert not isinstance(module, FSDPModule), "a sharded block"
+            return compiled(*args)
+
+        compiled = torch.compile(module._call_impl, backend="aot_eager")
+        module._compiled_call_impl = compiled_call
 
     def before_experts(self, experts: Experts, args: Any) -> None:
         if torch.is_grad_enabled():
@@ -221,15 +267,11 @@ def distribute_in_float64(
     return DISTRIBUTE(model, parallel, ranks, torch.float64, **options)
 
 
-def compile_without_inductor(module: nn.Module) -> None:
-    module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager")
-
-
 def be_a_rank(folder: Path, cases: list[Case]) -> None:
     """Go through the cases; each meets in a file of its own."""
     rank = int(os.environ["RANK"])
     for case in cases:
-        os.environ["LOCAL_WORLD_SIZE"] = str(WAYS[case.way][1])
+        os.environ["LOCAL_WORLD_SIZE"] = str(WAYS[case.way].local_size)
         meet_in(folder / f"{case.name}.store")
         try:
             watch = Watch(folder, case, rank)
@@ -266,16 +308,18 @@ def train_until_killed(folder: Path, case: Case) -> None:
 def outcome(tmp_path_factory, corpus):
     """`outcome(case)`: lines of metrics.jsonl, and the reports of all ranks."""
     folder = write_tiny(tmp_path_factory.mktemp("ranks"), corpus).parent
-    ranks = start_ranks(N_RANK, be_a_rank, folder, CASES)
-    ended = [rank.wait(1200) for rank in ranks]
-    assert all(code == 0 for code, _ in ended), ended
+    for cases in JOBS:
+        ranks = start_ranks(WAYS[cases[0].way].n_rank, be_a_rank, folder, cases)
+        ended = [rank.wait(1200) for rank in ranks]
+        assert all(code == 0 for code, _ in ended), ended
 
     @cache
     def outcome(case: Case) -> tuple[list[dict], list[dict]]:
         errors = [path.read_text() for path in sorted(folder.glob(f"{case.name}.*.error"))]
         assert not errors, "\n".join(errors)
         lines = read_metrics(folder / case.name / "tiny/metrics.jsonl", ARRAYS)
-        return lines, [torch.load(folder / f"{case.name}.{rank}") for rank in range(N_RANK)]
+        n_rank = WAYS[case.way].n_rank
+        return lines, [torch.load(folder / f"{case.name}.{rank}") for rank in range(n_rank)]
 
     outcome.folder = folder
     return outcome
@@ -347,9 +391,9 @@ def test_time_lost_to_the_fullest_rank_is_logged(outcome, case, imbalance):
 @pytest.mark.numerics
 def test_killed_run_resumes(outcome):
     case = Case("kern", "ddp 4", "killed")
-    killed = start_ranks(N_RANK, train_until_killed, outcome.folder, case)
+    killed = start_ranks(4, train_until_killed, outcome.folder, case)
     assert all(rank.wait(300)[0] != 0 for rank in killed)
-    resumed = start_ranks(N_RANK, be_a_rank, outcome.folder, [case])
+    resumed = start_ranks(4, be_a_rank, outcome.folder, [case])
     assert all(rank.wait(300)[0] == 0 for rank in resumed)
     assert len(outcome(case)[1][0]["gradients"]) == 10
     assert_same_run(outcome, case, Case("kern", "ddp 4"))
@@ -407,14 +451,21 @@ def test_infinite_gradient_of_one_expert_is_skipped_on_all_ranks(outcome):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("way", ["ddp 2", "ddp 4", "zero2 2", "fsdp 4", "hsdp 2"])
+@pytest.mark.parametrize("way", ["ddp 2", "ddp 4", "zero2 2", "fsdp 4", "hsdp 2", "hsdp 2 of 4"])
 def test_weights_are_as_planned(outcome, tmp_path, corpus, way):
     case = Case("kern", way)
     config = config_of(write_tiny(tmp_path, corpus).parent, case)
-    parallel, local_size, _ = WAYS[way]
-    shards = {"ddp": 1, "hsdp": local_size}.get(parallel, N_RANK)
+    parallel, local_size, _, n_rank = WAYS[way]
+    shards = memory.list_parallelisms(n_rank, local_size)[parallel]
     plan = memory.estimate_memory(config, parameter_shapes(config.model), parallel, shards)
     assert plan.weights == 4 * max(report["held"] for report in outcome(case)[1])
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("case", [Case("compiled", "hsdp 2 of 4"), Case("uncompilable", "fsdp 2")])
+def test_blocks_are_compiled_if_every_rank_can_compile_its_parts(outcome, case):
+    for report in outcome(case)[1]:
+        assert report["compiles"] == (case.model == "compiled")
 
 
 # ---- what is refused
@@ -430,8 +481,9 @@ def test_experts_that_do_not_divide_are_refused(tiny):
     [
         ("ddp", 2, 2, "= 4 with 2 rank.* do not divide the ranks; set --train.expert_parallel=2"),
         ("auto", 1, 1, "= 4 with 1 rank.* set --train.expert_parallel=1, or start 4 ranks"),
-        ("hsdp", 16, 8, "the ranks of a node share the experts; set --train.expert_parallel=8"),
-        ("fsdp", 16, 8, "must divide model.n_expert = 8; set --train.parallel=ddp"),
+        ("hsdp", 8, 2, "ranks of one node share the experts; set --train.expert_parallel=2"),
+        ("fsdp", 16, 8, "over 16 ranks, which must divide model.n_expert = 8; set --train.para"),
+        ("hsdp", 24, 12, "over 12 ranks, which must divide model.n_expert = 8; set --train.para"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(tiny, own, world_size, local_size, problem):

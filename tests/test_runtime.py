@@ -6,6 +6,7 @@ import copy
 import os
 import time
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -444,7 +445,9 @@ def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsy
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     torch._dynamo.reset()  # another test's graphs would be taken
     torch._dynamo.utils.counters.clear()
-    assert parallel.try_compiling(model, (2, 8), torch.autocast("cpu", torch.bfloat16), ALONE)
+    spread = partial(parallel.distribute, parallel="ddp", ranks=ALONE, dtype=torch.bfloat16)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    assert parallel.try_compiling(model, (2, 8), spread, autocast, ALONE)
     # of each kind: the first block, a later one, and one without gradients
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3 * (1 + len(more))
     assert torch.equal(torch.get_rng_state(), state) and all(
