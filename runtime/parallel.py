@@ -449,13 +449,16 @@ def warm_up_ddp_buckets(runner: nn.Module, shape: tuple[int, int], device: torch
 def set_gradient_sync(runner: nn.Module, parallel: str, last: bool) -> None:
     """Prepare a backward pass: only in the `last` of a step DDP averages gradients over ranks.
 
-    FSDP2 averages in every pass, since no rank has room for the full gradients. ZeRO-2 frees its
-    weights in the last one.
+    FSDP2 averages in every pass, since no rank has room for the full gradients; HSDP across nodes
+    only in the last one. ZeRO-2 frees its weights in the last one.
     """
     # DDP reads it, and average_gradients
     runner.require_backward_grad_sync = last  # pyrefly: ignore[bad-argument-type]
-    if parallel == "zero2" and isinstance(runner, FSDPModule):
-        runner.set_reshard_after_backward(last)
+    if isinstance(runner, FSDPModule):
+        if parallel == "zero2":
+            runner.set_reshard_after_backward(last)
+        elif parallel == "hsdp":
+            runner.set_requires_all_reduce(last)
 
 
 def gather_model(model: GPT) -> GPT:

@@ -159,6 +159,9 @@ def be_a_rank(file: Path, ways: list[str], local_size: int) -> None:
         n_matrix = 8  # qkv and proj of two layers, two of the dense MLP, two of the shared expert
         copies = world_size if way == "ddp" else world_size // local_size
         assert sum(all_calls) == N_STEP * n_matrix * copies, (way, all_calls)
+        # two of one shape, as qkv of both layers, go to two ranks
+        on_first_rank = n_matrix if way == "ddp" else n_matrix - 2
+        assert max(all_calls) == N_STEP * on_first_rank, (way, all_calls)
     dist.destroy_process_group()
 
 

@@ -370,7 +370,7 @@ def test_weights_are_gathered_once_a_step_or_in_each_pass(tiny, way, passes, gat
     backward pass.
 
     The rest stays gathered from a forward pass to its backward one. HSDP keeps all where a step is
-    one micro-batch.
+    one micro-batch, and sums each group's gradients across nodes once a step.
     """
     with fake_ranks_of(4, 2) as ranks:
         model, x = GPT(tiny().model), torch.zeros(2, 8, dtype=torch.int64)
@@ -381,6 +381,7 @@ def test_weights_are_gathered_once_a_step_or_in_each_pass(tiny, way, passes, gat
                     parallel.set_gradient_sync(model, way, last)
                     model(x, x).loss.backward()
             assert operators.names.count("_allgather_base_") == gathers
+            assert operators.names.count("allreduce_") == (5 if way == "hsdp" else 0)
 
 
 def compile_by(backend, fails=False):
