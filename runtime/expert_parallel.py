@@ -127,7 +127,8 @@ def measure_ranks(exchanges: Sequence[Exchange], device: torch.device) -> dict[s
     Returns:
         (L,) each, over all passes and groups of ranks: `rank_imbalance`, the rows of a pass's
         fullest rank over the mean; `rank_wait`, the fraction of the experts' time that ranks wait
-        for the fullest one if time is proportional to rows.
+        for the fullest one if time is proportional to rows: within 0.04 of the experts' CPU time
+        on 2 CPU ranks (docs/LOG-2.md).
     """
     rows = torch.tensor([exchange.n_rows for exchange in exchanges], device=device)  # (L, passes)
     for exchange in exchanges:
