@@ -655,6 +655,25 @@ def test_mean_is_evaluated_beside_a_run_that_it_does_not_change(tiny, capsys):
     assert found.item() == losses[-1] != column(lines, "val/loss")[-1]
 
 
+@pytest.mark.parametrize("n_rank", [2, 3, 7])
+def test_ranks_share_the_windows_of_an_evaluation(tiny, n_rank):
+    """Five windows, each on one rank, which here measure one after the other."""
+    plan = plan_run(tiny("eval.windows=5", "train.micro_batch_size=2", "train.dtype=float32"))
+    torch.manual_seed(SEED)
+    model = GPT(plan.config.model)
+    state = SimpleNamespace(runner=model, forward=model)
+
+    def measure(rank, n):
+        ranks = Ranks(rank, n, torch.device("cpu"))
+        return measure_loss(state, plan.data.validation, plan.config, ranks, Stop())
+
+    parts = [measure(rank, n_rank) for rank in range(n_rank)]
+    losses = sum(part["val/window_losses"] for part in parts)
+    torch.testing.assert_close(losses, measure(0, 1)["val/window_losses"], rtol=1e-5, atol=1e-5)
+    loads = sum(part["val/loads"] for part in parts)
+    assert loads.sum(1).tolist() == [5 * 32 * 2] * 2  # windows, tokens, experts of a token
+
+
 def test_commands_take_the_mean(tiny, tmp_path, call):
     run(config := tiny("train.ema_decay=0.99"))
     trained = path_of(config)
