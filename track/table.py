@@ -202,16 +202,16 @@ def read_extra_rows(protocol: Protocol) -> list[dict[str, Any]]:
 
 
 def build_pages(protocol: Protocol, records: Sequence[Record]) -> dict[Path, str]:
-    """Build {page: its table as Markdown}."""
+    """Build {page: its table as Markdown}; the front page waits for two entries to compare."""
     head, rows = build_table(protocol, records)
-    short = []
-    for row in rows:
-        short.append([cell.partition(" [")[0] for cell in row[:ON_FRONT_PAGE]])
     page = [markdown_table(head, rows, gap=""), *describe_ladder(protocol, records)]
-    return {
-        FRONT_PAGE: markdown_table(head[:ON_FRONT_PAGE], short, gap=""),
-        PAGE: "\n\n".join(page),
-    }
+    pages = {PAGE: "\n\n".join(page)}
+    if len(records) > 1:
+        short = []
+        for row in rows:
+            short.append([cell.partition(" [")[0] for cell in row[:ON_FRONT_PAGE]])
+        pages[FRONT_PAGE] = markdown_table(head[:ON_FRONT_PAGE], short, gap="")
+    return pages
 
 
 def describe_ladder(protocol: Protocol, records: Sequence[Record]) -> list[str]:
