@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import transformers
 from numerics import assert_near, seeded, tolerance
 from runs import all_logits, column, largest_file, meet_in, modules_in, start_ranks
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -39,7 +39,7 @@ from hf.tokenizer_files import find_merges, write_tokenizer
 from hf.weight_files import read_tensors
 from model import GPT, count_parameters
 from router import ROUTERS, hash_table
-from runtime import folder
+from runtime import RunError, folder
 from runtime.metrics import read_metrics
 
 TOKENIZER = ByteTokenizer()
@@ -944,3 +944,11 @@ def test_form_is_gpt2_where_possible(tiny):
         assert (
             choose_form("auto", tiny("model.router=dense", f"model.{word}").model) == "nanokern"
         ), word
+
+
+def test_full_disk_is_no_damaged_export(exported, monkeypatch):
+    trained, out = exported("model.router=kern")
+    error = SafetensorError("I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(export, "load_from_disk", mock.Mock(side_effect=error))
+    with pytest.raises(RunError, match="written, but not checked: .*; make room, then export"):
+        export.check_export(trained, TOKENIZER, out)

@@ -354,7 +354,10 @@ def describe_training(trained: Trained) -> list[list[str]]:
 
 
 def check_export(trained: Trained, tokenizer: Tokenizer, out: Path) -> int:
-    """Compare an export with its run. Returns the exit code: 1 if something differs."""
+    """Compare an export with its run. Returns the exit code: 1 if something differs.
+
+    Raises RunError if the disk is too full to load the export.
+    """
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -362,6 +365,12 @@ def check_export(trained: Trained, tokenizer: Tokenizer, out: Path) -> int:
     try:
         errors = find_differences(trained, tokenizer, out)
     except Exception as error:  # a damaged file makes transformers raise almost anything
+        if "No space left" in str(error):  # safetensors' error has no errno
+            raise RunError(
+                f"{out}: written, but not checked: {out.parent} has no room for weights that "
+                f"transformers stores otherwise; make room, then export {trained.folder} again, "
+                "into a new folder"
+            ) from error
         errors = [f"cannot be loaded or run ({type(error).__name__}: {first_line(error)})"]
     remedy = f"export {trained.folder} again, into a new folder"
     for error in errors:
