@@ -196,7 +196,8 @@ def forward_backward(
         if needs_step_loads(state, train) and accumulation > 1:
             loads = count_step_loads(state, micro_batches)
         for number, (x, y) in enumerate(micro_batches):
-            set_gradient_sync(state.runner, state.compute.parallel, last=number == accumulation - 1)
+            last = number == accumulation - 1
+            set_gradient_sync(state.runner, state.compute.parallel, last, train.reduce_dtype)
             loss, row = state.graph.run(passes, x, y, loads)
             losses.append(loss)
             stats.vector += row
