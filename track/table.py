@@ -218,7 +218,9 @@ def describe_ladder(protocol: Protocol, records: Sequence[Record]) -> list[str]:
     """How far rung 1 tells what rung 2 says, and the gains of entries that climbed three rungs."""
     losses = {record["name"]: losses_of(record) for record in records}
     agreeing, pairs = count_agreements(losses)
-    texts = [f"Rung 1 orders {agreeing} of {pairs} pairs of entries as rung 2 does."]
+    texts = []
+    if pairs:
+        texts.append(f"Rung 1 orders {agreeing} of {pairs} pairs of entries as rung 2 does.")
     ladder = load_ladder(protocol, len(protocol.rungs) + 1)
     climbs = load_climbs(ladder, losses)
     if protocol.reference in climbs and len(climbs) > 1:
