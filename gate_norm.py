@@ -17,7 +17,6 @@ from functools import cache
 import numpy as np
 import torch
 
-from common.quadrature import Z, mean_norm, softmax_moments, top_sum
 from configure.schema import Model as ModelConfig
 from router import ROUTERS, Router, RouterSpec, find_spec, monte_carlo_scale
 
@@ -30,8 +29,11 @@ ELEMENTWISE: dict[str, Callable[[Array], Array]] = {
     "sigmoid": lambda s: (1 + np.tanh(s / 2)) / 2,
     "tanh": np.tanh,
 }
-# Gates of routers that divide by the l2 norm of all logits, before that division, on the grid Z
-NUMERATORS = {"kern": Z.clip(0), "kern-norelu": Z}
+# Gates of routers that divide by the l2 norm of all logits, before that division
+NUMERATORS: dict[str, Callable[[Array], Array]] = {
+    "kern": lambda s: s.clip(0),
+    "kern-norelu": lambda s: s,
+}
 
 
 def gate_scale(config: ModelConfig) -> float:
@@ -122,12 +124,15 @@ def gate_sum(router: str, n_expert: int, top_k: int, tau: float, power: int = 1)
 
     KERN's is free of τ.
     """
+    # SciPy is slow to import, and most runs do without model.gate_norm
+    from common.quadrature import Z, mean_norm, softmax_moments, top_sum
+
     if router in ELEMENTWISE:
         return top_sum(ELEMENTWISE[router](tau * Z) ** power, n_expert, top_k)
     if router == "softmax":
         return softmax_moments(n_expert, top_k, tau)[power - 1]
     # fact 2 of common/quadrature.py: direction and length are independent
-    return top_sum(NUMERATORS[router] ** power, n_expert, top_k) / mean_norm(n_expert, power)
+    return top_sum(NUMERATORS[router](Z) ** power, n_expert, top_k) / mean_norm(n_expert, power)
 
 
 def score_deviation(config: ModelConfig) -> float:
