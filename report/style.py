@@ -9,7 +9,7 @@ gets the next style of CYCLE.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from router import ROUTERS
+from configure.schema import read_router_names
 
 DENSE_DOTS = (0, (1, 1))
 LONG_DASHES = (0, (7, 2))
@@ -54,7 +54,7 @@ def choose_style(router: str, others: Iterable[str] = ()) -> dict[str, Any]:
         router: a name in ROUTERS, or a formula.
         others: routers in the same picture, so that formulas differ from each other.
     """
-    names = dict.fromkeys([*ROUTERS, *others, router])
+    names = dict.fromkeys([*read_router_names(), *others, router])
     new = [name for name in names if name not in STYLES]
     if router in STYLES:
         colour, line, marker = STYLES[router]

@@ -49,7 +49,7 @@ def build_page(reading: Reading, sections: Sections) -> dict[str, bytes]:
 
     Sections whose data are in `sections` are not drawn again; the others are added.
     """
-    from report.groups import group_runs  # imports torch
+    from report.groups import group_runs  # with report.page it imports matplotlib
     from report.page import Report, build_sections, format_page
 
     try:

@@ -251,10 +251,11 @@ def test_the_table(make_run, tmp_path, call, monkeypatch):
         assert f"port {port}: " in call(watch.main, f"--serve={port}", code=2)
 
 
-def test_watching_imports_no_torch(make_run, tmp_path):
+def test_watching_and_reports_import_no_torch(make_run, tmp_path):
     make_run("a", [(50, TRAINING)])
     code = f"import sys; from scripts.watch import main; main([{str(tmp_path)!r}]); "
-    code += "assert not {'torch', 'matplotlib', 'scipy'} & sys.modules.keys()"
+    code += "assert not {'torch', 'matplotlib', 'scipy'} & sys.modules.keys(); "
+    code += "import report.page; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True, capture_output=True)
 
 
