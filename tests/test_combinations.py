@@ -161,9 +161,9 @@ def is_allowed(row: dict[str, str], feature: str, value: str) -> bool:
     return others.isdisjoint(partners)
 
 
-def list_pairs(row: dict[str, str]) -> set[tuple[str, str, str, str]]:
+def list_pairs(row: dict[str, str]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
     """Each two features of a row with their values."""
-    return {(a, row[a], b, row[b]) for a, b in combinations(sorted(row), 2)}
+    return set(combinations(sorted(row.items()), 2))
 
 
 def complete_row(row: dict[str, str], features: dict, missing: set, rng: random.Random) -> None:
@@ -175,8 +175,8 @@ def complete_row(row: dict[str, str], features: dict, missing: set, rng: random.
         rng.shuffle(values)
         gains = []
         for value in values:
-            pairs = list_pairs({**row, name: value})
-            gains.append(len(pairs & missing))
+            pairs = [tuple(sorted([(name, value), other])) for other in row.items()]
+            gains.append(len(missing.intersection(pairs)))
         row[name] = values[gains.index(max(gains))]
 
 
@@ -188,14 +188,13 @@ def cover(features: dict, tries: int = 20) -> list[dict[str, str]]:
         for x in features[a]:
             for y in features[b]:
                 if is_allowed({a: x}, b, y):
-                    missing.add((a, x, b, y))
+                    missing.add(((a, x), (b, y)))
     rows = []
     while missing:
         candidates = []
         ordered = sorted(missing)
         for _ in range(tries):
-            a, x, b, y = rng.choice(ordered)
-            row = {a: x, b: y}
+            row = dict(rng.choice(ordered))
             complete_row(row, features, missing, rng)
             candidates.append(row)
         best = max(candidates, key=lambda row: len(list_pairs(row) & missing))
