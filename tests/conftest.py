@@ -11,29 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 import configure
 from configure.schema import Optim
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import Writer
-from runtime import checkpoint
 
 pytest.register_assert_rewrite("corpora")
-# Matrices are tiny here: a second thread makes them slower, up to 100 times where cores are shared.
-torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
-if not torch.cuda.is_available():
-    # Triton reads it when a kernel is defined: set it before any test imports one
-    os.environ["TRITON_INTERPRET"] = "1"
 # cuBLAS reads it once, at the first matrix product
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # A sync takes longer than the rest of a tiny save, and only a power cut would show that it was
 # left out; `disk_calls` has where it is asked for.
 os.fsync = os.fstat
-# Every run waits for its last save: polls of 50 ms would add up to half a minute.
-checkpoint.POLL_SECONDS = 0.002
 # torch.distributed.checkpoint would flood the report of a failing test
 logging.disable(logging.DEBUG)
 
@@ -219,13 +210,14 @@ class Payload:
 @pytest.fixture
 def saves_end_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A function: after it is called, training waits until each checkpoint is written."""
+    from runtime.checkpoint import Saver
 
-    def saving(saver: checkpoint.Saver, *args: object) -> None:
+    def saving(saver: Saver, *args: object) -> None:
         save(saver, *args)
         saver.pending.join()
 
-    save = checkpoint.Saver.save
-    return lambda: monkeypatch.setattr(checkpoint.Saver, "save", saving)
+    save = Saver.save
+    return lambda: monkeypatch.setattr(Saver, "save", saving)
 
 
 @pytest.fixture
@@ -280,14 +272,27 @@ def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report.page, "draw_pictures", lambda panels, label: [])
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Set up torch before the first test module is imported, in the processes that run tests.
+
+    With -n 2 a third one starts them and hands the tests out: 3 s sooner without torch.
+    """
+    if not session.config.pluginmanager.hasplugin("dsession"):
+        import torch_settings  # noqa: F401
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked `gpu` where there is none."""
+    import torch
+
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Give cached memory back after a test marked `gpu`: several test processes share a GPU."""
+    import torch
+
     if item.get_closest_marker("gpu") and torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()

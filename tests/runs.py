@@ -37,8 +37,9 @@ from runtime.metrics import ARRAYS, read_metrics
 REPO_ROOT = Path(__file__).parents[1]
 ALONE = Ranks(0, 1, torch.device("cpu"))
 FORKS = multiprocessing.get_context("forkserver")
-# conftest: its settings of torch and of runtime/checkpoint.py hold there, too
-FORKS.set_forkserver_preload(["conftest", "train", "scripts.sample", "pyarrow.parquet"])
+# the settings of both hold there, too
+SETTINGS = ["conftest", "torch_settings"]
+FORKS.set_forkserver_preload([*SETTINGS, "train", "scripts.sample", "pyarrow.parquet"])
 
 
 @contextmanager

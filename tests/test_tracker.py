@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-import wandb
 import yaml  # a dependency of wandb
 from runs import REPO_ROOT, checkpoints, column, run, steps
 
@@ -58,7 +57,9 @@ def test_lists_by_layer_become_numbers():
 @pytest.fixture
 def fake_wandb(monkeypatch):
     """A mock in place of the module; there is no API key."""
-    fake = mock.MagicMock(Settings=wandb.Settings)
+    import wandb  # slow: for the process that runs these tests alone
+
+    fake = mock.MagicMock(Settings=wandb.Settings, errors=wandb.errors)
     fake.login.return_value = False
     fake.init.return_value.configure_mock(id="1", summary={})
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -88,7 +89,7 @@ def test_without_a_key_wandb_is_offline(fake_wandb, tiny, tmp_path, monkeypatch,
 
 def test_without_a_network_wandb_is_offline(fake_wandb, tiny, tmp_path, capsys):
     fake_wandb.login.return_value = True
-    error = wandb.errors.CommError("Run initialization has timed out.\nMore words.")
+    error = fake_wandb.errors.CommError("Run initialization has timed out.\nMore words.")
     fake_wandb.init.side_effect = [error, mock.DEFAULT]
     assert start_wandb(tiny("log.wandb=online"), tmp_path).id == "1"
     assert [name for name, *_ in fake_wandb.mock_calls if "." not in name] == [
