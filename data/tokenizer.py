@@ -269,7 +269,10 @@ def mark_special_tokens(content: bytes, settings: dict) -> bytes:
     """
     special = {_token_text(token) for key, token in settings.items() if key.endswith("_token")}
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        special.update(_token_text(token) for token in settings.get(key) or [])
+        tokens = settings.get(key) or []
+        if isinstance(tokens, dict):  # {"image_token": "<image>"}
+            tokens = tokens.values()
+        special.update(_token_text(token) for token in tokens)
     for token in (settings.get("added_tokens_decoder") or {}).values():
         if token.get("special"):
             special.add(token["content"])

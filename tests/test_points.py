@@ -98,10 +98,10 @@ def test_linked_keys_take_their_values_row_by_row(write):
     assert shapes == SHAPES
     names = [f"g-kern-n_expert{n}-{text}" for n in (32, 64, 256) for text in ("books3", "arxiv")]
     assert [c.run.name for c in configs] == names
-    # the first key's values repeat
-    file = write('sweep."model.n_expert, model.top_k" = [[32, 4], [64, 4], [64, 8]]', "g.toml")
+    # the first key's values repeat, the last's do not
+    file = write('sweep."model.n_expert, model.top_k" = [[32, 4], [64, 8], [64, 16]]', "g.toml")
     names = [load(file, point).run.name for point in sweep_points(file)]
-    assert names == [f"g-kern-n_expert{n}-top_k{k}" for n, k in ((32, 4), (64, 4), (64, 8))]
+    assert names == [f"g-kern-n_expert{n}-top_k{k}" for n, k in ((32, 4), (64, 8), (64, 16))]
     file = write(LINKED, "g.toml")
     text = refuse(load, file, ["--model.top_k=2"])  # they are overridden together
     assert "are linked, set all of them or none; add " in text

@@ -328,7 +328,8 @@ def test_bare_tokens_are_called_so(run, tmp_path, named):
         check_dataset(tmp_path / "in", 257)
 
 
-STORIES = ["Once upon a time.\n\nThe end.\n", "A second one\n", "The third <eos>, it says\n"]
+# with a mark of another kind, which is not sought where --separator splits
+STORIES = ["Once upon a time.\n\nThe end.\n", "The second\n[SEP]\n", "The third <eos>, it says\n"]
 
 
 @pytest.mark.parametrize(
@@ -356,6 +357,7 @@ def test_a_mark_between_documents_is_noticed(run, tmp_path, monkeypatch, mark, b
         assert "found" not in run(*args, "--force")
         assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(stories, 0.3)
         assert "already there" in run(*args)
+        assert f"(separator {mark!r}, now None)" in run(*args[:-2], code=2)
 
 
 @pytest.mark.parametrize("mark", ["<|endoftext|>", "[EOS]"])

@@ -185,21 +185,30 @@ def test_no_text_spells_a_special_token(folders, kind):
                 assert own.decode(ids).split() == text.split()
 
 
-def test_special_tokens_that_only_tokenizer_config_names(folders, tmp_path):
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"additional_special_tokens": ["<|im_end|>"]},
+        {"extra_special_tokens": ["<|im_end|>"]},
+        {"extra_special_tokens": {"image_token": "<|im_end|>"}},
+    ],
+)
+def test_special_tokens_that_only_tokenizer_config_names(folders, tmp_path, more):
     """transformers treats them as special, whatever tokenizer.json says of them."""
     body = json.loads((folders["byte level"] / "tokenizer.json").read_text())
     size = len(body["model"]["vocab"])
-    for i, token in enumerate(["<|im_end|>", "<think>"]):
+    for i, token in enumerate(["<|im_end|>", "<think>", "<tool>"]):
         body["added_tokens"].append(body["added_tokens"][2] | {"id": size + i, "content": token})
     for token in body["added_tokens"]:
         token["special"] = False
     settings = {"eos_token": END, "pad_token": "</s>", "unk_token": None}
-    settings["additional_special_tokens"] = ["<|im_end|>"]
+    settings |= more
+    settings["tool_token"] = {"content": "<tool>", "__type": "AddedToken"}
     files = {"tokenizer.json": body, "tokenizer_config.json": settings}
     write_tree(tmp_path, {name: json.dumps(content).encode() for name, content in files.items()})
     own = load_tokenizer(str(tmp_path))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    for token in (END, "</s>", "<|im_end|>"):
+    for token in (END, "</s>", "<|im_end|>", "<tool>"):
         assert token in theirs.all_special_tokens
         ids = own.encode(f"a {token} b")
         assert max(ids) < size and not {1, 2} & set(ids) and own.decode(ids) == f"a {token} b"

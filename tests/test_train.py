@@ -249,6 +249,8 @@ def test_learning_rate_by_hand():
     assert rates(100, (59, 60, 70, 100), **wsd, decay="sqrt", min_lr_ratio=0.0) == [1, 1, 0.5, 0]
     # no decay
     assert rates(9, (0, 8, 9), schedule="wsd", warmup_steps=0, decay_fraction=0.0) == [1, 1, 1]
+    for start in range(100):  # also where 100 times the fraction is a little below a whole number
+        assert Optim(decay_fraction=(100 - start) / 100).decay_start(100) == start
 
 
 # ---- what is due
