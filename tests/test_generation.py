@@ -23,7 +23,7 @@ import configure
 import train
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import generation, val_loss
-from eval.scoring import Scorer
+from eval.scoring import Scorer, scoring_dtype
 from eval.trained import load_model, load_run
 from eval.val_loss import main, open_prepared, open_text
 from model import GPT
@@ -287,6 +287,12 @@ def test_damaged_checkpoints_are_named(run, capsys):
         path.rename(f"{path}.damaged")
     with pytest.raises(RunError, match="it has none; damaged: 2, 4, 6, 8"):
         load_model(run)
+
+
+def test_a_cpu_scores_in_float32_whatever_the_run_trained_in(tiny):
+    config = tiny("train.dtype=bfloat16")
+    assert scoring_dtype(config, torch.device("cpu")) == torch.float32
+    assert scoring_dtype(config, torch.device("cuda")) == torch.bfloat16  # as in training
 
 
 # ---- eval/val_loss.py: which tokens are scored after which, the run's own logged loss, bytes, bad

@@ -179,13 +179,20 @@ def test_every_model_exports_the_same_model(exported, overrides):
 
 @pytest.mark.numerics
 @pytest.mark.parametrize(
-    "more", [UNTIED, ("model.bias=true", "model.vocab_size=320"), ("model.norm_eps=0.01",)]
+    "more",
+    [
+        UNTIED,
+        ("model.bias=true", "model.vocab_size=320"),
+        ("model.norm_eps=0.01", "model.dropout=0.25"),
+    ],
 )
 def test_dense_is_plain_gpt2(exported, more):
     trained, out = exported("model.router=dense", *more, form="gpt2")
     assert not list(out.glob("*.py")) and not (out / "LICENSE-code").exists()
     theirs, info = GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+    dropouts = {module.p for module in theirs.modules() if isinstance(module, torch.nn.Dropout)}
+    assert dropouts == {trained.config.model.dropout}
     # with rows that are padded on the left
     assert export.check_export(trained, TOKENIZER, out) == 0
     assert_same_model(trained.model, theirs)

@@ -5,6 +5,7 @@ mixture's data.
 import random
 import re
 import shutil
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ from data.mixture import (
     to_shares,
 )
 from eval import val_loss
+from eval.routing import read_validation
+from eval.trained import load_model
 from runtime import RunError
 from runtime.folder import path_of
 
@@ -167,6 +170,21 @@ def test_losses_are_those_of_each_set_and_their_mean(trained, call):
         and "no longer" not in said
     )
     assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")
+
+
+def test_routing_is_measured_on_the_mixture_or_on_one_set(trained, sets):
+    model = load_model(path_of(trained))
+    whole = Namespace(data=None, windows=17)
+    inputs, _, name = read_validation(model, whole)
+    parts = [open_tokens(sets / part, "val") for part in WEIGHTS]
+    wanted = []
+    for part, count in zip(parts, (5, 9, 3), strict=True):
+        wanted += [part.read(32 * w, 32) for w in fixed_windows(part, 32, count)]
+    assert name == trained.data.label and np.array_equal(inputs, wanted)
+    inputs, targets, name = read_validation(model, Namespace(data="books", windows=4))
+    wanted = np.array([parts[1].read(32 * w, 33) for w in fixed_windows(parts[1], 32, 4)])
+    assert name == str(sets / "books")
+    assert np.array_equal(inputs, wanted[:, :-1]) and np.array_equal(targets, wanted[:, 1:])
 
 
 def test_sets_may_be_called_as_parts_of_metrics(sets, tmp_path):

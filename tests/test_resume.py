@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -76,8 +77,10 @@ def test_files_that_are_tokenized_are_not_read_again(
     monkeypatch.setattr(
         workers, "read_documents", lambda file, *args: opened.append(file.name) or read(file, *args)
     )
-    run(*books)
+    out = run(*books)
     assert opened == ["b.jsonl"]
+    done, total = re.search(r"text: (\S+)/(\S+)B, ", out).groups()  # the bar at its end
+    assert done == total
     assert snapshot(tmp_path / "out") == undisturbed
 
 
