@@ -394,8 +394,8 @@ def check_state_fits(memory: Memory, capacity: int | None, shapes: Shapes) -> No
     """Raise RunError if `memory.state` exceeds `capacity` bytes (None: unknown)."""
     if capacity is None or memory.state <= capacity:
         return
-    bytes_per_parameter = 20 if memory.ema else 16  # over all ranks that share it, all in fp32
-    total = bytes_per_parameter * sum(prod(shape) for shape in shapes.values())
+    state_per_weight = memory.state / memory.weights
+    total = state_per_weight * 4 * sum(prod(shape) for shape in shapes.values())  # of all ranks
     least_gpus = 2 ** ceil(log2(total / (USABLE * capacity)))
     mean = ", the running mean of weights (train.ema_decay)" if memory.ema else ""
     raise RunError(

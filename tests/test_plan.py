@@ -309,15 +309,25 @@ def test_parallelism_that_the_ranks_do_not_allow_is_refused(tiny, way, ranks):
         )
 
 
-@pytest.mark.parametrize("capacity, gpus", [(3, 2), (1.8, 4)])  # 92% of two with 1.8 GiB are 3.3
-def test_device_known_to_be_too_small_is_refused(capacity, gpus):
+@pytest.mark.parametrize(
+    "capacity, gpus, changes",
+    [
+        (3, 2, {}),
+        (1.8, 4, {}),  # 92% of two with 1.8 GiB are 3.3
+        (1.8, 2, {"optimizer": 2**30}),  # Muon's moments, 3 GiB in all
+        (2.2, 2, {}),
+        (2.2, 4, {"ema": 2**30}),  # 5 GiB, 92% of two are 4.05
+    ],
+)
+def test_device_known_to_be_too_small_is_refused(capacity, gpus, changes):
     shapes = {"wte.weight": (2**14, 2**14)}  # 4 GiB with gradients and AdamW's moments
-    error = f"need 4.0 GiB a GPU, this one has {capacity:.1f} GiB: "
+    needed = SMALL._replace(**changes)
+    error = f"need {needed.state / 2**30:.1f} GiB a GPU, this one has {capacity:.1f} GiB: "
     error += f"set --train.parallel=fsdp on {gpus} GPU"
     with pytest.raises(RunError, match=error):
-        memory.check_state_fits(SMALL, int(capacity * 2**30), shapes)
-    memory.check_state_fits(SMALL, 4 * 2**30, shapes)
-    memory.check_state_fits(SMALL, None, shapes)
+        memory.check_state_fits(needed, int(capacity * 2**30), shapes)
+    memory.check_state_fits(needed, needed.state, shapes)
+    memory.check_state_fits(needed, None, shapes)
 
 
 # ---- on a GPU
