@@ -6,10 +6,12 @@ import bz2
 import hashlib
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -98,6 +100,19 @@ softmax-renorm = {{ "model.router" = "softmax-renorm" }}
 kern = {{ "model.router" = "kern" }}
 kern-quantile = {{ "model.router" = "kern", "train.bias_update" = "quantile" }}
 """
+
+
+def test_links_in_a_commit_are_not_followed(tmp_path, monkeypatch):
+    """As a link to an environment outside of the checkout."""
+    file = tmp_path / "commit.tar"
+    with tarfile.open(file, "w") as archive:
+        archive.add(Path(routers.__file__), "router.py")
+        link = tarfile.TarInfo(".venv")
+        link.type, link.linkname = tarfile.SYMTYPE, "/nowhere"
+        archive.addfile(link)
+    done = subprocess.CompletedProcess([], 0, file.read_bytes())
+    monkeypatch.setattr("track.record.run_git", lambda *_: done)
+    assert read_commit("0") == {"router.py": Path(routers.__file__).read_bytes()}
 
 
 def write_rules(folder, corpus):
@@ -335,6 +350,9 @@ def test_multipliers_are_read_from_the_references_curve(protocol):
     noisy = contest.measure_curve(losses_of(make_record(protocol, "softmax-renorm", 1.6)), 1)
     error = math.sqrt(0.003**2 / 2 * (1 + 1 / 2))
     assert noisy[2] == pytest.approx([error, 0, error])
+    two = protocol.model_copy(update={"curve_settings": 2})  # two such runs of each length
+    noisy = contest.measure_curve(losses_of(make_record(two, "softmax-renorm", 1.6)), 1)
+    assert noisy[2] == pytest.approx(np.array([error, 0, error]) / 2**0.5)
     difference = Difference(-0.05, 2, 0.002, 9.0, "seeds")
     wide = contest.multiply_compute(np.array([curve[0], curve[1], [error, 0, error]]), difference)
     half = stats.t(9).ppf(0.975) * math.hypot(0.002, error / 2)
@@ -588,11 +606,18 @@ def test_no_router_sees_the_future(name):
 
 
 def test_a_router_that_looks_across_tokens_is_refused(protocol, monkeypatch):
-    future = {**routers.PHI, "ahead": lambda s: torch.sigmoid(s + 1e-3 * s.mean(0, keepdim=True))}
-    monkeypatch.setattr(routers, "PHI", future)
-    monkeypatch.setitem(ROUTERS, "ahead", routers.RouterSpec("ahead"))
-    assert not verify.is_causal("ahead") and verify.is_causal("sigmoid")
-    assert "sees the future" in faults_of(protocol, make_record(protocol, "ahead"))
+    monkeypatch.setitem(ROUTERS, "ahead", routers.RouterSpec("sigmoid"))
+    for others in (
+        lambda s: s.mean(0, keepdim=True),
+        lambda s: s[-1:],  # the last token alone
+        lambda s: torch.cat([s[1:], s[-1:]]),  # the next
+    ):
+        phi = {**routers.PHI, "sigmoid": lambda s, o=others: torch.sigmoid(s + 1e-3 * o(s))}
+        with monkeypatch.context() as patch:
+            patch.setattr(routers, "PHI", phi)
+            assert not verify.is_causal("ahead") and verify.is_causal("tanh")
+            faults = faults_of(protocol, make_record(protocol, "ahead"))
+    assert "sees the future" in faults and verify.is_causal("ahead")
 
 
 def test_an_intact_record_is_intact(protocol):
@@ -877,6 +902,12 @@ def test_a_rung_that_does_not_fit_into_memory(protocol, monkeypatch):
         ValueError, match=r"rung 2 needs about .* GiB a run, 3 at a time, and .* free"
     ):
         entry.check_memory(large, options, 3)
+    available = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
+    two_fit = 0.4 * 1024 * int(available[1])
+    monkeypatch.setattr(entry, "estimate_memory", lambda *_: [two_fit])
+    entry.check_memory(protocol, options, 2)
+    with pytest.raises(ValueError, match="rung 1 needs .* 3 at a time"):
+        entry.check_memory(protocol, options, 3)
 
 
 def test_mixed_and_incomplete_records_are_named(protocol, capsys):

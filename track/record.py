@@ -130,9 +130,10 @@ def read_commit(commit: str) -> dict[str, bytes]:
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         files = {}
         for member in tar:
-            content = tar.extractfile(member)
-            if content and is_training_code(member.name):
-                files[member.name] = content.read()
+            if is_training_code(member.name):  # others may be links that lead out of the archive
+                content = tar.extractfile(member)
+                if content:  # no folder
+                    files[member.name] = content.read()
         return files
 
 
