@@ -169,7 +169,9 @@ def test_a_step_is_a_whole_one_but_leaves_the_weights(tiny, masked, monkeypatch)
 def test_router_beside_a_step(tiny_file, run_bench, timed):
     seconds = {"softmax": 0.002, "kern": 0.003}
     timed(
-        lambda kind, name: seconds.get(name, 0.001) if kind == "router" else {"softmax": 0.1}[name]
+        lambda kind, name: (
+            seconds.get(name, 0.001) if kind == "router" else {"softmax": 0.1, "kern": 0.1}[name]
+        )
     )
     assert [row["alternative"] for row in run_bench("router", tiny_file)[0]] == [*ROUTERS][1:]
     rows, _ = run_bench("router", tiny_file, "--model.router=softmax", "--model.router=kern")
@@ -177,6 +179,8 @@ def test_router_beside_a_step(tiny_file, run_bench, timed):
     assert [row["ratio"] for row in rows] == pytest.approx([1, 1.5])
     assert [row["share"] for row in rows] == pytest.approx([0.04, 0.06])  # 2 layers
     assert rows[1]["router ms"] == pytest.approx(3)
+    rows, _ = run_bench("router", tiny_file, "--model.router=kern", "--model.n_dense_layer=1")
+    assert rows[0]["share"] == pytest.approx(0.03)  # one layer has a router
 
 
 @pytest.mark.parametrize("arguments, message", [

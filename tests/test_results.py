@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from fake_runs import load_groups, loss_of, make_curves, make_run
+from fake_runs import load_groups, loss_of, make_curves, make_run, make_seeds
 from scipy import stats
 
 from studies import balancing, best, effects, growth, results
@@ -142,6 +142,15 @@ def test_tables_are_computed_from_the_runs_losses() -> None:
                     assert set(cells) <= list_differences(groups), (arguments, x)
                     n_interval += len(cells)
     assert n_mean >= 300 and n_interval >= 40
+
+
+def test_pairs_are_listed_from_three_seeds_of_one_pair_on(tmp_path) -> None:
+    few = make_seeds(tmp_path, {"kern": 2.0, "softmax": 2.1}, seeds=2)
+    more = make_seeds(tmp_path / "more", {"tanh": 2.2}, seeds=3)
+    third = make_run(tmp_path / "kern2", "run.seed=2", end=2.0)
+    for runs, titles in ((few, set()), ([*few, *more, third], {"Pairs"})):
+        made = results.tabulate_report([str(run) for run in runs])
+        assert {table.title for table in made} - {"Losses", "Measures"} == titles
 
 
 @pytest.mark.integration  # each number is compared with the records above

@@ -170,6 +170,14 @@ def test_a_constant_of_the_router_changes_nothing(name):
         assert (losses[0] == pytest.approx(losses[1], rel=1e-6)) == (transfer == "mup")
 
 
+def test_spreads_are_between_any_two_widths_at_one_step():
+    sizes = np.ones((3, LEARNED + 2))  # (widths, steps)
+    sizes[1, 0] = 8.0
+    sizes[1:, LEARNED] = 0.5, 1.5
+    wanted = {"logits": 8.0, f"logits, from step {LEARNED}": 3.0, "gates": 8.0}
+    assert find_spreads({"logits": sizes, "gates": sizes}) == wanted
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_activations_keep_their_size_over_widths(name):
