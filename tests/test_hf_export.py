@@ -395,6 +395,14 @@ def break_weights(out):
     save_file(state, out / "model.safetensors", {"format": "pt"})
 
 
+def flip_bit(out):
+    """The lowest bit of the last weight, which changes logits by less than rounding."""
+    file = out / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-4] ^= 1
+    file.write_bytes(content)
+
+
 def lose_weights(out):
     """One is missing."""
     state = load_file(out / "model.safetensors")
@@ -419,6 +427,7 @@ def break_positions(out):
 
 HARMS = {
     break_weights: ("in one pass: at most",),
+    flip_bit: ("model.safetensors: damaged",),
     lose_weights: ("missing_keys: model.layers.0.mlp.router.gamma",),
     break_positions: ("generated with a cache: at most",),
     break_tokenizer: ("the tokenizer gives other ids",),

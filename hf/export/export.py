@@ -39,7 +39,7 @@ from eval.trained import Trained, add_run_arguments, load_run
 from hf.by_block import build_by_block
 from hf.formats import FORMATS, OPEN_MOES, name_block
 from hf.tokenizer_files import write_json, write_tokenizer
-from hf.weight_files import DIGEST, INDEX, ONE_FILE, hash_tensors
+from hf.weight_files import DIGEST, INDEX, ONE_FILE, hash_tensors, read_tensors
 from model import GPT, count_parameters
 from router import find_spec
 from runtime import RunError
@@ -364,6 +364,8 @@ def check_export(trained: Trained, tokenizer: Tokenizer, out: Path) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         errors = find_differences(trained, tokenizer, out)
+    except RunError as error:
+        errors = [str(error)]
     except Exception as error:  # a damaged file makes transformers raise almost anything
         if "No space left" in str(error):  # safetensors' error has no errno
             raise RunError(
@@ -389,6 +391,7 @@ def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[
     import transformers
 
     config = json.loads((out / "config.json").read_text())
+    read_tensors(out, config)  # raises RunError if a bit of a weight differs from its digest
     form = config["model_type"]
     own_code = "auto_map" in config
     block_size = trained.config.model.block_size
