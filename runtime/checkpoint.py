@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -473,7 +473,7 @@ def restore(
         RunError: the checkpoint does not fit the model, the optimizer or `tensors`.
     """
     state = collect_tensors(model, optimizers, tensors)
-    _fill_tensors(folder_of(folder, step), state)
+    _fill_tensors(Reader(folder_of(folder, step)), state)
     _, current = get_state_dict(model, optimizers)  # settings come from the config
     optimizer_state = {"state": state["optimizer"], "param_groups": current["param_groups"]}
     set_state_dict(
@@ -495,7 +495,7 @@ def restore_weights(
     path = folder_of(folder, step)
     metadata = _verify_for_use(path)
     weights = get_model_state_dict(model)
-    _fill_weights(path, weights, ema)
+    _fill_weights(Reader(path), weights, ema)
     model.load_state_dict(weights)
     return metadata
 
@@ -514,10 +514,11 @@ def open_weights(
     path = folder_of(folder, step)
     metadata = _verify_for_use(path)
     shapes = model.state_dict()
+    reader = Reader(path)
 
     def read(name: str) -> Tensor:
         tensor = torch.empty_like(shapes[name], device="cpu")
-        _fill_weights(path, {name: tensor}, ema)
+        _fill_weights(reader, {name: tensor}, ema)
         return tensor
 
     return LazyTensors({name: partial(read, name) for name in shapes}), metadata
@@ -533,11 +534,11 @@ def _verify_for_use(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _fill_weights(path: Path, weights: dict[str, Any], ema: bool) -> None:
+def _fill_weights(reader: "Reader", weights: dict[str, Any], ema: bool) -> None:
     if ema:
-        _fill_tensors(path, {"run": {"ema": weights}})
+        _fill_tensors(reader, {"run": {"ema": weights}})
     else:
-        _fill_tensors(path, {"model": weights})
+        _fill_tensors(reader, {"model": weights})
 
 
 class LazyTensors(MutableMapping[str, Tensor]):
@@ -595,14 +596,14 @@ def collect_tensors(
     return {"model": model_state, "optimizer": moments, "run": tensors}
 
 
-def _fill_tensors(path: Path, state: dict[str, Any]) -> None:
+def _fill_tensors(reader: "Reader", state: dict[str, Any]) -> None:
     try:
-        Reader(path).read_metadata()  # torch would log two tracebacks if it is refused
-        dcp.load(state, storage_reader=Reader(path), no_dist=not dist.is_initialized())
+        reader.read_metadata()  # torch would log two tracebacks if it is refused
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:  # the bytes are right: another model or torch
         raise RunError(
-            f"{path} does not fit this run ({type(error).__name__}: {_last_line(error)}). Start "
-            "over in a new folder (--fresh), or use the code that wrote it"
+            f"{reader.path} does not fit this run ({type(error).__name__}: {_last_line(error)}). "
+            "Start over in a new folder (--fresh), or use the code that wrote it"
         ) from error
 
 
@@ -610,6 +611,11 @@ class Reader(dcp.FileSystemReader):
     """torch's reader, which accepts only descriptions of tensors from `.metadata`, a pickle."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What `description` is; torch asks for it at each load."""
+        return self.description
+
+    @cached_property
+    def description(self) -> Metadata:
         """Unpickle `.metadata`. Raises UnpicklingError if it holds anything unexpected."""
         with open(Path(self.path, ".metadata"), "rb") as file:
             metadata = TensorUnpickler(file).load()

@@ -9,6 +9,7 @@ import re
 import shutil
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from eval.scoring import Scorer, scoring_dtype
 from eval.trained import load_model, load_run
 from eval.val_loss import main, open_prepared, open_text
 from model import GPT
-from runtime import RunError, folder
+from runtime import RunError, checkpoint, folder
 from runtime.folder import path_of
 from runtime.metrics import ARRAYS, read_metrics
 from scripts import sample
@@ -237,9 +238,13 @@ def run(tiny):
     return folder.path_of(config)
 
 
-def test_average_is_the_mean_of_the_last_checkpoints(run):
+def test_average_is_the_mean_of_the_last_checkpoints(run, monkeypatch):
+    """A checkpoint's description, which is as long as the model is deep, is read once."""
     states = [load_model(run, step).model.state_dict() for step in (4, 6)]
+    unpickler = mock.Mock(wraps=checkpoint.TensorUnpickler)
+    monkeypatch.setattr(checkpoint, "TensorUnpickler", unpickler)
     mean = load_model(run, 6, average=2)
+    assert unpickler.call_count == 2
     assert (mean.step, mean.label) == (6, "step_00000006_mean2") and not mean.model.training
     for name, tensor in mean.model.state_dict().items():
         wanted = (states[0][name].double() + states[1][name].double()) / 2
