@@ -9,7 +9,7 @@ experts, K = top_k, H = expert_hidden, V = vocab_size, L = n_layer.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -377,7 +377,8 @@ def build_block_kinds(config: ModelConfig) -> tuple[GPT, list[int]]:
     return model, [int(has_both and layer >= n_dense) for layer in range(config.n_layer)]
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+@lru_cache(maxsize=1)  # a run asks for those of its config three times
+def parameter_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Shape of each parameter of GPT(config) by name, without allocating them."""
     model, kind_of_layer = build_block_kinds(config)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -405,7 +406,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     return total, count_active(config, shapes)
 
 
-def count_active(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> int:
+def count_active(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Parameters among `shapes` that act on a token: all, but K of E experts."""
     active = 0
     for name, shape in shapes.items():
