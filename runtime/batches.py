@@ -53,4 +53,8 @@ class RankBatches(NamedTuple):
 
 def seed_step(seed: int, step: int, ranks: Ranks) -> None:
     """Seed torch for dropout by run, step and rank, so that a resumed step repeats it."""
-    torch.manual_seed(stream_seed(seed, step, ranks.rank))
+    number = stream_seed(seed, step, ranks.rank)
+    # torch.manual_seed also formats the stack of calls for each kind of device that is not here
+    torch.default_generator.manual_seed(number)
+    if ranks.device.type == "cuda":
+        torch.cuda.manual_seed(number)
