@@ -16,7 +16,7 @@ import configure
 from common.text import escape_controls
 from configure.schema import select_keys
 from report.run import Run
-from report.status import find_status, last_modified
+from report.status import find_status
 from runtime import RunError, check_is_run
 from runtime.metrics import (
     ARRAYS,
@@ -96,8 +96,8 @@ def read_runs(places: Iterable[Path]) -> Reading:
     for folder in list_candidates(places):
         metrics = folder / "metrics.jsonl"
         try:
-            modified = last_modified(folder / "config.toml", metrics, *list_arrays(metrics))
-            run = read_cached(folder, modified)
+            files = [folder / "config.toml", metrics, *list_arrays(metrics)]
+            run = read_cached(folder, describe_files(files))
             run.check_config()
             run.status = find_status(run)  # its lock changes without its files
             reading.runs.append(run)
@@ -108,9 +108,19 @@ def read_runs(places: Iterable[Path]) -> Reading:
     return reading
 
 
+def describe_files(files: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
+    """Name, time of the last change and size of each file that exists."""
+    states = []
+    for file in files:
+        if file.exists():
+            state = file.stat()
+            states.append((file.name, state.st_mtime_ns, state.st_size))
+    return tuple(states)
+
+
 @lru_cache(maxsize=1000)
-def read_cached(folder: Path, modified: float) -> Run:
-    """The run in a folder, read again when `modified`, the time of its newest file, changes."""
+def read_cached(folder: Path, files: tuple) -> Run:
+    """The run in a folder, read again when its `files` are others (`describe_files`)."""
     return read_run(folder)
 
 

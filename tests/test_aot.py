@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from runs import REPO_ROOT
 
 pytest.importorskip("triton")
 
+from kernels import triton_experts  # noqa: E402
 from tools import aot  # noqa: E402
 
 
@@ -29,6 +31,18 @@ from tools import aot  # noqa: E402
 def test_blocks_on_a_multiprocessor(sm, registers, shared, warps, blocks):
     """One register more than 128 halves them."""
     assert aot.count_blocks(sm, registers, shared, warps) == blocks
+
+
+@pytest.mark.parametrize("sm", aot.SHARED)
+def test_operands_of_a_tile_fit_the_shared_memory_of_every_architecture(sm, monkeypatch):
+    """In half precision, of the steps that are loaded ahead."""
+    monkeypatch.setattr(triton_experts, "major", lambda device: sm // 10)
+    like = torch.empty(0, dtype=torch.float16)
+    for kernel in set().union(*triton_experts.TILES.values()):
+        tile = triton_experts.pick_tile(kernel, like, triton_experts.ROWS, 768, 768)
+        if tile is not None:
+            step_bytes = 2 * tile.depth * (tile.rows + tile.cols)
+            assert tile.stages * step_bytes <= aot.SHARED[sm] * 1024, kernel
 
 
 GOOD = aot.Kernel(

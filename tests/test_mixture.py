@@ -215,6 +215,16 @@ def test_a_mixture_of_one_set_is_that_set(mixed):
     assert column(one, "val/loss") == column(one, "val/books/loss") == column(alone, "val/loss")
 
 
+def test_experts_start_from_a_dense_run_on_a_mixture(mixed, capsys):
+    """The losses that are printed are those of evaluations."""
+    own = ["data.mix={arxiv = 1, edu = 1}", "eval.windows=4", "train.max_steps=1"]
+    dense = mixed(*own, "model.router=dense", "run.name=dense")
+    before = column(run(dense), "val/loss")[-1]
+    after = column(run(mixed(*own, f"train.init_from={path_of(dense)}")), "val/loss")[0]
+    said = capsys.readouterr().out
+    assert f"loss on 4 validation windows {before:.5f} -> {after:.5f}" in said
+
+
 def test_a_resumed_run_is_the_undisturbed_one(mixed):
     steps = ["train.max_steps=6", "train.checkpoint_interval=3", "eval.interval=3"]
     calm = mixed(*steps, "run.name=calm")

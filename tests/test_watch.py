@@ -351,6 +351,21 @@ def replace_by_fifo(file):
     os.mkfifo(file)
 
 
+def test_arrays_that_come_and_go_are_seen(tmp_path):
+    """Also with old times, as of a file that was put back or removed."""
+    run = fake_runs.make_run(tmp_path / "a", end=2.0)
+    array = run / "arrays/router_00000001.npz"
+    troubles = []
+    for change in (lambda: None, lambda: array.write_bytes(b"cut"), array.unlink):
+        array.parent.mkdir(exist_ok=True)
+        change()
+        if array.exists():
+            os.utime(array, (0, 0))
+        (read,) = read_runs([tmp_path]).runs
+        troubles.append(read.status.trouble)
+    assert troubles[0] == troubles[2] and f"{array} is damaged" in troubles[1]
+
+
 def write_metrics(text):
     return lambda run: (run / "metrics.jsonl").write_text(text)
 
