@@ -17,9 +17,11 @@ from safetensors.torch import load_file, save_file
 import configure
 import train
 from eval.trained import load_model
+from gate_norm import gate_scale
 from hf.export import export
 from hf.init_from import read_initial_weights
 from model import GPT
+from router import monte_carlo_scale
 from runtime import RunError, checkpoint, folder
 from runtime.metrics import read_metrics
 
@@ -247,6 +249,20 @@ def test_another_router_takes_the_weights_in_common(tiny, source):
         "model.router changes from softmax to kern; router weights are centred" in words
         and words.endswith(missing)
     )
+
+
+def test_a_routers_constant_is_that_of_the_new_settings(tiny):
+    """Whichever of them differs alone."""
+    run(mc := tiny("run.name=mc", "model.router=kern-mc", "train.max_steps=1"))
+    for change in ("top_k=3", "gate_scale=1.5", "router=kern", "gate_norm=0.5"):
+        own = ["model.router=kern-mc", "model.gate_scale=1", f"model.{change}"]
+        config = start_from(tiny, mc, *own)
+        model, _ = start(config)
+        wanted = gate_scale(config.model)
+        if config.model.router == "kern-mc":
+            wanted *= monte_carlo_scale(8, config.model.top_k)
+        for block in model.blocks:
+            assert block.mlp.router.c.item() == pytest.approx(wanted), change
 
 
 def train_on_ranks(file, place, rank_1_place):
