@@ -18,6 +18,7 @@ from eval import val_loss
 from hf.export import export
 from model import GPT
 from runtime.folder import path_of
+from runtime.parallel import gather_model
 from runtime.preflight import plan_run
 from scripts import sample
 
@@ -56,6 +57,12 @@ def make_windows():
             if first < stop:
                 documents.append((row, first, stop))
     return idx, documents
+
+
+def test_a_model_that_ranks_gather_keeps_documents_apart():
+    model = build().float()
+    idx, _ = make_windows()
+    assert all_logits(gather_model(model), idx).equal(all_logits(model, idx))
 
 
 def gradients(model, logits, weights):

@@ -33,6 +33,7 @@ from model import GPT, Experts, parameter_shapes
 from runtime import RunError, checkpoint, distributed, memory, updates
 from runtime import state as train_state
 from runtime.distributed import Ranks
+from runtime.expert_parallel import Exchange, measure_ranks
 from runtime.metrics import ARRAYS, read_metrics
 from runtime.parallel import full_tensor, local_part
 
@@ -372,6 +373,26 @@ def test_same_run_as_under_ddp(outcome, case):
 def test_checkpoint_resumes_with_another_n(outcome, case):
     assert len(outcome(case)[1][0]["gradients"]) == 10  # of 20 steps
     assert_same_run(outcome, case, Case(case.model, "ddp 1"))
+
+
+def test_loads_of_ranks_are_those_since_the_last_call(monkeypatch):
+    """Two layers, two passes, by hand: this rank's rows, and the other's."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    exchanges = [Exchange(4, None), Exchange(4, None)]
+    for own, others, ratios in (
+        ([[6, 2], [3, 1]], [[2, 2], [1, 3]], [8 / 6, 6 / 4]),
+        ([[1, 1], [5, 0]], [[1, 1], [5, 0]], [1, 1]),
+    ):
+        for exchange, rows in zip(exchanges, own, strict=True):
+            exchange.n_rows += rows
+
+        def gather(out, rows, others=others):
+            out.copy_(torch.cat([rows, torch.tensor(others)]))
+
+        monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+        found = measure_ranks(exchanges, torch.device("cpu"))
+        assert found["rank_imbalance"].tolist() == pytest.approx(ratios)
+        assert found["rank_wait"].tolist() == pytest.approx([1 - 1 / ratio for ratio in ratios])
 
 
 @pytest.mark.integration

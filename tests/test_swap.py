@@ -1,11 +1,12 @@
 """hf/match_gates.py and hf/upcycle.py: another router for a mixture; mixtures of dense models."""
 
 import re
+from itertools import repeat
 
 import pytest
 import torch
 from numerics import assert_near, seeded
-from runs import all_logits, column, metrics, modules_in, run
+from runs import ALONE, all_logits, column, metrics, modules_in, run
 from safetensors.torch import load_file, save_file
 from test_hf_init_from import LOGITS, MODERN, ids, make_gpt2, refused, remedy, start
 from test_hf_open_moe import LIMIT, OURS, SHAPE
@@ -20,8 +21,9 @@ from hf import match_gates
 from hf.export import export
 from hf.init_from import read_initial_weights
 from hf.match_gates import take_routers
-from model import GPT
+from model import GPT, build_router
 from router import Router, find_spec, hash_table
+from runtime.distributed import Ranks
 from runtime.folder import path_of
 
 ONCE = ["train.max_steps=1", "optim.warmup_steps=0", "optim.lr=1e-9", "eval.interval=1"]
@@ -141,6 +143,26 @@ def test_gates_get_the_norm_of_the_old_ones_by_layer(module_tiny, source, router
     assert loss == pytest.approx(first["val/loss"], rel=0.05)
     assert norm == pytest.approx(first["val/gate_norm"], rel=0.05)
     assert zeros == pytest.approx(100 * first["val/zero_gates"], abs=2)
+
+
+@pytest.mark.usefixtures("few_tokens")
+def test_gates_are_matched_on_equal_ranks_as_on_one(tiny, monkeypatch):
+    """Sums over two ranks are twice those of one."""
+    config = tiny("model.router=sigmoid")
+    softmax = tiny("model.router=softmax").model
+    torch.manual_seed(0)
+    old = {f"blocks.{layer}.mlp.router": build_router(softmax, layer) for layer in range(2)}
+    x, y = texts(config)
+    told = []
+    for ranks in (ALONE, Ranks(0, 2, torch.device("cpu"))):
+        torch.manual_seed(0)
+        model = GPT(config.model)
+        monkeypatch.setattr(match_gates, "sum_over_ranks", lambda t, n=ranks.world_size: n * t)
+        autocast = torch.autocast("cpu", enabled=False)
+        batches = repeat((x, y))
+        told.append(match_gates.match_gates(model, old, config, batches, autocast, ranks))
+        assert not model.blocks[0].mlp.router.c.equal(torch.ones(1))
+    assert told[0] == told[1]
 
 
 @pytest.mark.usefixtures("few_tokens")

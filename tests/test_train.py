@@ -30,7 +30,7 @@ from eval import downstream, val_loss
 from eval.routing import record_routing
 from eval.trained import load_model
 from hf.export import export
-from model import GPT, flops_per_token
+from model import GPT, Output, flops_per_token
 from runtime import RunError, cadence, checkpoint, distributed, reporter
 from runtime import state as train_state
 from runtime.distributed import Ranks
@@ -130,7 +130,7 @@ def test_loads_of_a_step_are_known_before_it(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("scope", ["global", "sequence", "micro_batch"])
-def test_balance_loss_by_hand(scope):
+def test_balance_loss_by_hand(scope, monkeypatch):
     """One layer, two sequences, two experts: P is (0.6, 0.4) and (1, 0), so (0.8, 0.2) of both."""
     loads = torch.tensor([[[2, 2], [4, 0]]])
     probability = torch.tensor([[[0.6, 0.4], [1.0, 0.0]]])
@@ -151,6 +151,21 @@ def test_balance_loss_by_hand(scope):
     assert train.auxiliary_loss(config, two, of_step, 1).item() == pytest.approx(
         2 * 2 * by_hand[scope]
     )
+    # another rank's loads, which make the step's (5, 3) of this rank's (6, 2)
+    others = torch.tensor([[-1, 1]])
+    monkeypatch.setattr(train.distributed, "sum_over_ranks", lambda loads: loads + others)
+    loss = torch.zeros((), requires_grad=True)
+    state = SimpleNamespace(
+        forward=lambda x, y: Output(None, loss, routing, None),
+        compute=SimpleNamespace(device=torch.device("cpu")),
+        model=SimpleNamespace(config=SimpleNamespace(n_hash_layer=0)),
+        mixtures=["one"],
+        updates=SimpleNamespace(scale=torch.ones(())),
+        interval=SimpleNamespace(join=lambda loss, aux_loss, stats: aux_loss),
+    )
+    _, aux_loss = train.run_passes(state, 1, config, loss, loss, None)
+    assert aux_loss.item() == pytest.approx(2 * 2 * by_hand[scope])
+    assert train.count_step_loads(state, [(loss, loss)] * 2).tolist() == [[11, 5]]
 
 
 def test_selection_bias_follows_the_loads_of_the_batch(tiny):
@@ -674,6 +689,9 @@ def test_ranks_share_the_windows_of_an_evaluation(tiny, n_rank):
     torch.testing.assert_close(losses, measure(0, 1)["val/window_losses"], rtol=1e-5, atol=1e-5)
     loads = sum(part["val/loads"] for part in parts)
     assert loads.sum(1).tolist() == [5 * 32 * 2] * 2  # windows, tokens, experts of a token
+    for name in ("val/zero_gates", "val/gate_sum"):  # parts of the mean
+        mean = sum(part[name] for part in parts)
+        torch.testing.assert_close(mean, measure(0, 1)[name], rtol=1e-5, atol=1e-5)
 
 
 def test_commands_take_the_mean(tiny, tmp_path, call):
