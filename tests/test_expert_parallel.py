@@ -376,12 +376,13 @@ def test_checkpoint_resumes_with_another_n(outcome, case):
 
 
 def test_loads_of_ranks_are_those_since_the_last_call(monkeypatch):
-    """Two layers, two passes, by hand: this rank's rows, and the other's."""
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    exchanges = [Exchange(4, None), Exchange(4, None)]
+    """Two groups of two ranks, two layers, two passes, by hand: this rank's rows, and others'."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2 if group else 4)
+    exchanges = [Exchange(4, "pair"), Exchange(4, "pair")]
+    equal = [[1, 1], [5, 0]]
     for own, others, ratios in (
-        ([[6, 2], [3, 1]], [[2, 2], [1, 3]], [8 / 6, 6 / 4]),
-        ([[1, 1], [5, 0]], [[1, 1], [5, 0]], [1, 1]),
+        ([[6, 2], [3, 1]], [[2, 2], [1, 3], [1, 1], [2, 2], [3, 3], [2, 2]], [14 / 10, 10 / 8]),
+        (equal, 3 * equal, [1, 1]),
     ):
         for exchange, rows in zip(exchanges, own, strict=True):
             exchange.n_rows += rows

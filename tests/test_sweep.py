@@ -244,6 +244,8 @@ def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_fil
     tiny = points[0].config
     steps = (tiny.train.max_steps, tiny.optim.warmup_steps, tiny.train.checkpoint_interval)
     assert steps == (1, 1, 0)
+    (rounded, *_) = sweep.list_points(str(sweep_file), ["--train.max_steps=90"], scale=0.03)
+    assert rounded.config.train.max_steps == 3  # of 2.7
 
 
 # ---- in parallel

@@ -613,6 +613,7 @@ def test_a_router_that_looks_across_tokens_is_refused(protocol, monkeypatch):
         lambda s: s.mean(0, keepdim=True),
         lambda s: s[-1:],  # the last token alone
         lambda s: torch.cat([s[1:], s[-1:]]),  # the next
+        lambda s: torch.cat([s[:1], s[:-1]]),  # the one before
     ):
         phi = {**routers.PHI, "sigmoid": lambda s, o=others: torch.sigmoid(s + 1e-3 * o(s))}
         with monkeypatch.context() as patch:

@@ -364,6 +364,9 @@ def test_arrays_that_come_and_go_are_seen(tmp_path):
         (read,) = read_runs([tmp_path]).runs
         troubles.append(read.status.trouble)
     assert troubles[0] == troubles[2] and f"{array} is damaged" in troubles[1]
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("\nseed = 0\n", "\nseed = 7\n"))
+    assert [read.seed for read in read_runs([tmp_path]).runs] == [7]
 
 
 def write_metrics(text):
