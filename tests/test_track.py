@@ -1120,6 +1120,11 @@ def test_an_entry_is_stopped_fails_and_is_completed(tiny_contest):
     assert (
         code == 1 and f"{judged[3]} failed with exit code 1: {runs}/{judged[3]}/train.log" in said
     )
+    assert f"kern: {judged[2]} 1.4" in said and "; 1 run, about 40 min left" in said
+    (it.folder / "router.py").write_text("# a variant\n")
+    with entry.open_record(it.protocol, "kern", {"model.router": "kern"}, 1) as (_, _, of_variant):
+        assert of_variant.parent == runs.parent and of_variant != runs
+    it.git("checkout", "-q", "--", ".")
     trainer.broken, trainer.diverged = (), [judged[3]]
     code, said = it.track("enter", "kern")
     assert code == 0 and f"kern: {judged[3]} diverged; 0 runs, about 0 min left" in said

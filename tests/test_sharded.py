@@ -1,0 +1,301 @@
+"""Every way of runtime/parallel.py on ranks that are threads of this process, in float64.
+
+torch has such ranks for its own tests (`multi_threaded_pg`): collectives copy. Gradients,
+steps and gathered weights are those of one plain model on the whole batch.
+"""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from configure.schema import Optim
+from model import GPT
+from router import Router
+from runtime import RunError, parallel
+from runtime.distributed import Ranks, any_rank, check_agreement, gather, share_errors
+from runtime.expert_parallel import measure_ranks
+from runtime.optimizers import build_optimizer
+from runtime.parallel import (
+    copy_shard,
+    distribute,
+    draw_normal,
+    full_tensor,
+    gather_model,
+    local_part,
+    set_gradient_sync,
+    warm_up_ddp_buckets,
+    without_parameters,
+)
+
+N_PASS = 2  # micro-batches of a step, a row of each rank
+CPU = torch.device("cpu")
+
+
+def run_ranks(n_rank: int, act: Callable[[Ranks], Any], local_size: int = 0) -> list[Any]:
+    """What `act` returns on each of `n_rank` ranks, each a thread."""
+    multi_threaded_pg._install_threaded_pg()
+    _distributed_c10d._set_thread_isolation_mode(True)
+    store = dist.HashStore()
+    results: list[Any] = [None] * n_rank
+    errors: list[BaseException] = []
+
+    def be_a_rank(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=n_rank, store=store)
+            ranks = Ranks(rank, n_rank, CPU, local_size or n_rank, dist.group.WORLD)
+            results[rank] = act(ranks)
+        except BaseException as error:
+            errors.append(error)
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+        finally:
+            dist.destroy_process_group()
+
+    threads = [threading.Thread(target=be_a_rank, args=(rank,)) for rank in range(n_rank)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        _distributed_c10d._set_thread_isolation_mode(False)
+        multi_threaded_pg._uninstall_threaded_pg()
+        multi_threaded_pg.ProcessLocalGroup.reset()
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def whole(tiny):
+    """`whole(*overrides)`: a plain model with random weights."""
+
+    def make(*overrides: str) -> GPT:
+        settings = ["model.router=kern", "model.init_std=0.3", "model.n_shared_expert=1"]
+        torch.manual_seed(0)
+        model = GPT(tiny(*settings, *overrides).model)
+        model.document_token = 256
+        return model
+
+    return make
+
+
+def draw_batch(n_rank: int) -> Tensor:
+    """(N_PASS, ranks, T + 1) int64."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(257, (N_PASS, n_rank, 33), generator=generator)
+
+
+def loss_of(runner: Any, row: Tensor) -> Tensor:
+    return runner(row[:, :-1], row[:, 1:]).loss / N_PASS
+
+
+def step_of(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 * group["lr_ratio"]
+    optimizer.step(torch.ones((), dtype=torch.float32), torch.zeros((), dtype=torch.float32))
+
+
+def assert_equal(values: dict[str, Tensor], wanted: dict[str, Tensor], rtol: float) -> None:
+    assert values.keys() == wanted.keys()
+    for name, value in values.items():
+        scale = wanted[name].abs().max().item()
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=rtol * scale, msg=name)
+
+
+WAYS = [  # train.parallel, ranks, ranks of a node, train.expert_parallel, optimizer
+    ("ddp", 2, 2, 1, "muon"),
+    ("fsdp", 3, 3, 1, "muon"),
+    ("ddp", 4, 4, 2, "adamw"),
+    ("zero2", 4, 4, 2, "muon"),  # a rank has a part of its experts
+    ("hsdp", 4, 2, 2, "adamw"),  # each node has all experts
+]
+
+
+@pytest.mark.parametrize(("way", "n_rank", "local_size", "n_shared", "name"), WAYS)
+def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, name):
+    """Two passes and a step: gradients, weights, what is gathered, and the experts' loads."""
+    model = whole("model.n_dense_layer=1" if n_shared == 1 else "model.n_layer=1")
+    optim = Optim(name=name, weight_decay=0.1)
+    batch = draw_batch(n_rank)
+    copies = [copy.deepcopy(model) for _ in range(n_rank)]
+
+    chosen: list[Tensor] = []  # (N, K) of each layer and pass
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda _, __, routing: chosen.append(routing.experts))
+    loss = sum(loss_of(model, rows).item() for rows in batch)
+    chosen.clear()
+    for rows in batch:
+        loss_of(model, rows).backward()
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters()}
+    step_of(build_optimizer(model, optim))
+
+    def act(ranks: Ranks) -> dict[str, Any]:
+        own = copies[ranks.rank]
+        start = {key: p.detach() for key, p in own.named_parameters()}
+        options: dict[str, Any] = {"reduce_dtype": torch.float64, "expert_parallel": n_shared}
+        if way == "fsdp":  # of a model whose weights have no memory until they are sharded
+            with without_parameters():
+                own = GPT(model.config)
+            own.document_token = 256
+
+            def initialize(shards: GPT) -> None:
+                for key, p in shards.named_parameters():
+                    copy_shard(start[key], p)
+
+            options["initialize"] = initialize
+        runner = distribute(own, way, ranks, torch.float64, **options)
+        warm_up_ddp_buckets(runner, (1, 32), CPU)
+        exchanges = [block.mlp.exchange for block in own.blocks if n_shared > 1]
+        for exchange in exchanges:
+            exchange.n_rows = []  # as runtime/state.py
+        losses = 0.0
+        for number, rows in enumerate(batch):
+            set_gradient_sync(runner, way, number == N_PASS - 1)
+            loss = loss_of(runner, rows[ranks.rank : ranks.rank + 1])
+            loss.backward()
+            losses += loss.item()
+        report = {"loss": losses, "held": sum(local_part(p).numel() for p in own.parameters())}
+        report["gradients"] = {
+            key: full_tensor(p.grad).clone() for key, p in own.named_parameters()
+        }
+        if exchanges:
+            report |= measure_ranks(exchanges, CPU)
+            assert all(exchange.n_rows == [] for exchange in exchanges)
+        step_of(build_optimizer(own, optim))
+        gathered = gather_model(own)
+        assert gathered.document_token == 256 and not gathered.head.requires_grad
+        report["weights"] = gathered.state_dict()
+        return report
+
+    reports = run_ranks(n_rank, act, local_size)
+    assert sum(report["loss"] for report in reports) / n_rank == pytest.approx(loss)
+    for report in reports:
+        assert_equal(report["gradients"], gradients, 1e-9)
+        # Muon's directions are computed in less than float64
+        assert_equal(report["weights"], dict(model.state_dict()), 1e-9 if name == "adamw" else 1e-5)
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for key, p in model.named_parameters() if ".experts." in key)
+    n_shard = {"ddp": 1, "hsdp": local_size}.get(way, n_rank)
+    expert_shards = max(n_shard, n_shared) if n_shared > 1 else n_shard
+    held = sum(report["held"] for report in reports) / n_rank
+    assert held == pytest.approx((total - experts) / n_shard + experts / expert_shards, rel=0.01)
+    if n_shared > 1:
+        check_loads(model, chosen, reports, n_rank, n_shared)
+
+
+def check_loads(model, chosen, reports, n_rank, n_shared):
+    """`measure_ranks` by hand: rows of each rank's experts, from each group's tokens."""
+    n_layer = len(model.blocks)
+    for layer in range(n_layer):
+        fullest = mean = 0.0
+        for experts in chosen[layer : N_PASS * n_layer : n_layer]:
+            of_rank = experts.reshape(n_rank // n_shared, -1) // (8 // n_shared)
+            for group in of_rank:
+                rows = torch.bincount(group, minlength=n_shared)
+                fullest += rows.max().item()
+                mean += rows.double().mean().item()
+        for report in reports:
+            assert report["rank_imbalance"][layer].item() == pytest.approx(fullest / mean)
+            assert report["rank_wait"][layer].item() == pytest.approx(1 - mean / fullest)
+
+
+@pytest.mark.parametrize(("way", "n_shared"), [("ddp", 1), ("ddp", 2), ("fsdp", 1)])
+def test_gradients_are_summed_in_bfloat16(whole, way, n_shared):
+    """Each is a bfloat16 number near the exact one, on every rank the same."""
+    model = whole()
+    batch = draw_batch(2)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    for rows in batch:
+        loss_of(model, rows).backward()
+
+    def act(ranks: Ranks) -> dict[str, Tensor]:
+        own = copies[ranks.rank]
+        runner = distribute(
+            own,
+            way,
+            ranks,
+            torch.float64,
+            reduce_dtype=torch.bfloat16,
+            expert_parallel=n_shared,
+        )
+        for number, rows in enumerate(batch):
+            set_gradient_sync(runner, way, number == N_PASS - 1, "bfloat16")
+            loss_of(runner, rows[ranks.rank : ranks.rank + 1]).backward()
+        return {key: full_tensor(p.grad).clone() for key, p in own.named_parameters()}
+
+    reports = run_ranks(2, act)
+    for key, p in model.named_parameters():
+        of_rank = [report[key] for report in reports]
+        assert torch.equal(*of_rank), key
+        exact = p.grad
+        assert (of_rank[0] - exact).norm() < 0.01 * exact.norm(), key
+        expert_alone = n_shared == 2 and ".experts." in key  # one copy: nothing to sum
+        if way == "ddp" and not expert_alone:
+            assert torch.equal(of_rank[0], of_rank[0].bfloat16().double()), key
+
+
+def test_shards_are_drawn_as_the_full_tensor(whole):
+    """Also rows of a longer table; the rest of it stays."""
+    torch.manual_seed(5)
+    wanted = torch.empty(16, 3).normal_(1.0, 2.0)
+
+    def act(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        mesh = parallel.build_mesh({"shard": ranks.world_size}, ranks, trial=False)
+        zeros = torch.distributed.tensor.zeros(16, 3, device_mesh=mesh, placements=[SHARD])
+        turn[ranks.rank].wait()  # one generator for all threads
+        torch.manual_seed(5)
+        draw_normal(zeros, 1.0, 2.0)
+        turn[ranks.rank + 1].set()
+        drawn = full_tensor(zeros).clone()
+        copy_shard(torch.ones(6, 3), zeros)
+        return drawn, full_tensor(zeros).clone()
+
+    SHARD = torch.distributed.tensor.Shard(0)
+    turn = [threading.Event() for _ in range(4)]
+    turn[0].set()
+    for drawn, copied in run_ranks(3, act):
+        assert torch.equal(drawn, wanted)
+        assert torch.equal(copied, torch.cat([torch.ones(6, 3), wanted[6:]]))
+
+
+def test_ranks_agree_and_share_errors():
+    def act(ranks: Ranks) -> list[Any]:
+        said = [gather(10 * ranks.rank, ranks.control)]
+        said.append(any_rank([ranks.rank == 1, False, ranks.rank != 1], ranks))
+        check_agreement("one plan", ranks)
+        for of_rank in ("a", "ab"):  # the second differs on rank 1
+            try:
+                check_agreement(of_rank[ranks.rank % len(of_rank)], ranks)
+            except RunError as error:
+                said.append(str(error))
+        try:
+            with share_errors(ranks):
+                if ranks.rank == 2:
+                    raise RunError("no space on rank 2")
+        except RunError as error:
+            said.append(str(error))
+        with share_errors(ranks):
+            pass
+        return said
+
+    reports = run_ranks(3, act)
+    for values, flags, differ, error in reports:
+        assert values == [0, 10, 20] and flags == [True, False, True]
+        assert differ.startswith("ranks disagree: a (rank 0), b (rank 1). All nodes need")
+        assert error == "no space on rank 2"
