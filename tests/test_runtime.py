@@ -4,6 +4,8 @@ sharding, compiling.
 
 import copy
 import os
+import re
+import signal
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -24,11 +26,13 @@ import train
 from common import cores
 from configure import Config
 from configure.schema import Model, Train
+from data import DataError
 from model import GPT, parameter_shapes
-from runtime import RunError, distributed, memory, parallel
+from runtime import RankError, RunError, Stopped, distributed, launch, memory, parallel, signals
 from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.parallel import local_part
+from runtime.signals import EXIT_CODE, Stop
 
 CPU = torch.device("cpu")
 
@@ -498,3 +502,110 @@ def test_compiling_that_fails_names_the_remedy(tiny_file, monkeypatch):
     assert error.value.__notes__ == [
         "torch cannot compile the model: set --train.compile=off and start again"
     ]
+
+
+# ---- how a process ends
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("error", "alone", "of_rank_1"),
+    [
+        (RunError("no run"), "error: no run\n", ""),  # rank 0 says it
+        (RankError("no GPU"), "error: no GPU\n", "error on rank 1: no GPU\n"),
+        (OSError("no space"), "error: no space\n", "error on rank 1: no space\n"),
+        (DataError("no data"), "error: no data\n", "error on rank 1: no data\n"),
+        (RuntimeError("lost"), "", "RuntimeError: lost\n"),
+    ],
+)
+def test_a_rank_says_its_error_and_ends_at_once(
+    tiny_file, monkeypatch, capsys, rank, error, alone, of_rank_1
+):
+    """DataError is of a node: the first rank of each says it. Threads cannot hold the process."""
+
+    def start(config, notes):
+        raise error
+
+    def leave(code):
+        raise SystemExit(code)
+
+    argv = [str(tiny_file), "--train.device=cpu", "--train.micro_batch_size=4"]
+    if rank == "0" and alone:
+        assert launch.launch(argv, start) == 2 and capsys.readouterr().err == alone
+    elif rank == "0":
+        with pytest.raises(RuntimeError, match="lost"):
+            launch.launch(argv, start)
+    monkeypatch.setattr(os, "_exit", leave)
+    for name, value in {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    code = 2 if alone else 1
+    with pytest.raises(SystemExit, match=str(code)):
+        launch.launch(argv, start)
+    said = capsys.readouterr().err
+    if alone:
+        assert said == (of_rank_1 if rank == "1" else alone)
+    else:
+        assert said.startswith("Traceback") and said.endswith(of_rank_1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    if isinstance(error, DataError) and rank == "1":
+        with pytest.raises(SystemExit):
+            launch.launch(argv, start)
+        assert capsys.readouterr().err == ""
+
+
+def test_what_a_command_says_at_its_start_and_end(tiny_file, tiny, capsys, monkeypatch):
+    """Data that are absent, a stop, a second Ctrl-C, and the commands that follow a run."""
+    with pytest.raises(SystemExit, match="2"):
+        launch.check_command([str(tiny_file), "--data.name=absent"])
+    assert re.match("error: .*absent", capsys.readouterr().err)
+    launch.check_command([str(tiny_file)])
+    monkeypatch.setenv("WORLD_SIZE", "2")  # the ranks find it, one for a node
+    launch.check_command([str(tiny_file), "--data.name=absent", "--train.micro_batch_size=4"])
+    monkeypatch.delenv("WORLD_SIZE")
+
+    def stop(config, notes):
+        raise Stopped("stopped at step 3")
+
+    assert launch.launch([str(tiny_file)], stop) == EXIT_CODE
+    assert capsys.readouterr().out == "stopped at step 3\n"
+
+    def interrupt(argv, stop):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit, match="130"):
+        launch.run_until_exit(interrupt, Stop())
+    assert capsys.readouterr().out.startswith("interrupted again: not saved. The same command")
+
+    run_folder = tiny_file.parent / "run"
+    config = tiny("log.wandb=online")
+    says = launch.describe_next(run_folder, config)
+    assert says.endswith(f"\n  ls {run_folder}/wandb    # wandb's files")
+    assert "wandb" not in launch.describe_next(run_folder, tiny())
+    (run_folder / "wandb/offline-run-1").mkdir(parents=True)
+    says = launch.describe_next(run_folder, config)
+    assert says.endswith(f"\n  wandb sync {run_folder}/wandb/offline-run-*")
+    assert f"python -m scripts.report {run_folder}\n" in says
+
+
+def test_a_closed_terminal_and_a_dead_parent(monkeypatch):
+    """Output to a closed terminal is dropped, other errors are not; SIGHUP redirects it."""
+    terminal, inside = os.openpty()
+    said = signals._open_terminal(inside)
+    said.write("seen\n")
+    assert os.read(terminal, 100) == b"seen\r\n"
+    os.close(terminal)
+    said.write("lost\n")  # EIO
+    stop = Stop()
+    stop.terminals = [inside]
+    stop._note(signal.SIGHUP, None)
+    assert stop.asked and os.path.samestat(os.fstat(inside), os.stat(os.devnull))
+    os.close(inside)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        said.write("no descriptor\n")
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
+    library = mock.Mock()
+    monkeypatch.setattr(signals.ctypes, "CDLL", lambda name: library)
+    signals.end_with_parent(os.getppid())
+    assert killed == []
+    library.prctl.assert_called_once_with(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    signals.end_with_parent(os.getppid() + 1)
+    assert killed == [(os.getpid(), signal.SIGTERM)]

@@ -37,6 +37,7 @@ from runtime.parallel import (
 
 N_PASS = 2  # micro-batches of a step, a row of each rank
 CPU = torch.device("cpu")
+BUILDING = threading.Lock()
 
 
 def run_ranks(n_rank: int, act: Callable[[Ranks], Any], local_size: int = 0) -> list[Any]:
@@ -150,7 +151,7 @@ def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, na
         start = {key: p.detach() for key, p in own.named_parameters()}
         options: dict[str, Any] = {"reduce_dtype": torch.float64, "expert_parallel": n_shared}
         if way == "fsdp":  # of a model whose weights have no memory until they are sharded
-            with without_parameters():
+            with BUILDING, without_parameters():  # its hook is of all threads
                 own = GPT(model.config)
             own.document_token = 256
 
@@ -170,7 +171,11 @@ def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, na
             loss = loss_of(runner, rows[ranks.rank : ranks.rank + 1])
             loss.backward()
             losses += loss.item()
+        if way == "ddp":  # an evaluation's loads do not count; FSDP2 would keep gathered weights
+            with torch.no_grad():
+                loss_of(runner, batch[0, :1])
         report = {"loss": losses, "held": sum(local_part(p).numel() for p in own.parameters())}
+        report["part"] = local_part(own.head).detach().clone()
         report["gradients"] = {
             key: full_tensor(p.grad).clone() for key, p in own.named_parameters()
         }
@@ -195,6 +200,9 @@ def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, na
     expert_shards = max(n_shard, n_shared) if n_shared > 1 else n_shard
     held = sum(report["held"] for report in reports) / n_rank
     assert held == pytest.approx((total - experts) / n_shard + experts / expert_shards, rel=0.01)
+    if way == "hsdp":  # a node's ranks hold parts, and its equals on other nodes the same
+        parts = [report["part"] for report in reports]
+        assert torch.equal(parts[0], parts[2]) and not torch.equal(parts[0], parts[1])
     if n_shared > 1:
         check_loads(model, chosen, reports, n_rank, n_shared)
 
