@@ -41,10 +41,25 @@ COPY_BYTES = 2**14  # of w_in per row up to which experts share a part, which co
 # kern takes 0.94 of the time of 1/16 at 96 channels and H 48, 0.97 at 128 and 64, 0.90 there in
 # bfloat16, 1.00 at 384 and 192 (Xeon with AMX, one thread, 2026-11-27; equal code differed by 5%)
 SMALL = 2**17
-ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
-# of a gradient and the input
-BACKWARD = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}
 ALL = slice(None)
+
+
+# oneDNN compiles a GELU for each number of rows that it meets, in fp32 too, and loads change the
+# numbers in every step. It takes contiguous tensors alone: transposed ones go to torch's own
+# kernel. A step of kern takes 0.88 of the time at 96 channels and H 48 (rung 2 of the contest, Xeon
+# with AMX, one thread, 2026-11-27).
+def gelu(x: Tensor) -> Tensor:
+    """GELU of (…, S, H) in torch's own kernel."""
+    return F.gelu(x.mT).mT
+
+
+def gelu_backward(d_act: Tensor, x: Tensor) -> Tensor:
+    """Gradient of x from that of `gelu(x)`."""
+    return torch.ops.aten.gelu_backward(d_act.mT, x.mT).mT
+
+
+ACTIVATIONS = {"gelu": gelu, "silu": F.silu}
+BACKWARD = {"gelu": gelu_backward, "silu": torch.ops.aten.silu_backward}
 
 
 def activate(
