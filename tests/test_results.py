@@ -7,6 +7,7 @@ import tarfile
 import tomllib
 from collections import defaultdict
 from fnmatch import fnmatch
+from functools import partial
 from itertools import permutations, product
 from pathlib import Path
 from statistics import fmean
@@ -14,10 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from fake_runs import load_groups, loss_of, make_curves, make_run, make_seeds
+from runs import all_logits
 from scipy import stats
 
-from studies import balancing, best, effects, growth, results
+from model import GPT
+from studies import balancing, best, coordinates, effects, growth, results
+from studies import product as studies_product
 
 MARGIN = 0.012  # nats per byte; the text may name it anywhere
 ROUTERS = (
@@ -396,3 +401,84 @@ def test_leads_by_balancing_equal_numpy(tmp_path):
     shutil.rmtree(folders[2, 302])
     with pytest.raises(ValueError, match="no seed of form_balance.toml has all its runs"):
         balancing.tabulate([str(tmp_path)])
+
+
+def test_sizes_over_widths(monkeypatch, capsys):
+    """First values by a plain forward pass; then the table and the picture."""
+    small = {"n_embd": 16, "block_size": 8, "n_expert": 4, "top_k": 2, "expert_hidden": 4}
+    monkeypatch.setattr(coordinates, "BASE", coordinates.BASE.model_copy(update=small))
+    for name, value in {"N_STEP": 2, "N_SEQUENCE": 2, "LEARNED": 1}.items():
+        monkeypatch.setattr(coordinates, name, value)
+    figures, drawn = [], []
+    monkeypatch.setattr(coordinates.Figure, "savefig", lambda own, *_, **__: figures.append(own))
+    draw = coordinates.draw
+    monkeypatch.setattr(coordinates, "draw", lambda *args: (drawn.append(args), draw(*args)))
+    argv = ["--widths", "16", "32", "--routers", "kern", "--seeds", "2", "--picture", "x.png"]
+    assert coordinates.main(argv) in (0, None)
+    ((sizes, widths, _),) = drawn
+    for name, values in sizes["none"].items():
+        assert values.shape == (2, 3) and np.all(values[:, 0] != values[:, 1])
+        assert sizes["mup"][name][1, 2] != pytest.approx(values[1, 2], rel=1e-4), name
+
+    text = torch.tensor(list(coordinates.TEXT.read_bytes()))
+    starts = torch.randint(
+        len(text) - 8, (1, 2, 1), generator=torch.Generator().manual_seed(-1)
+    ).flatten()
+    probe = torch.stack([text[start : start + 8] for start in starts])
+
+    def keep_gates(gates, _router, _inputs, routing):
+        gates.append(routing.weights)
+
+    squares = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        wide = {"router": "kern", "n_embd": 32, "n_head": 4, "expert_hidden": 8}
+        model = GPT(coordinates.BASE.model_copy(update=wide))
+        gates: list[torch.Tensor] = []
+        for block in model.blocks:
+            block.mlp.router.register_forward_hook(partial(keep_gates, gates))
+        with torch.no_grad():
+            logits = all_logits(model, probe)
+        squares.append([logits.square().mean().item(), torch.cat(gates).square().mean().item()])
+    by_hand = np.sqrt(np.mean(squares, axis=0))
+    found = [sizes["none"][name][1, 0] for name in ("logits", "gates")]
+    assert found == pytest.approx(by_hand, rel=1e-5)
+
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    printed = {tuple(row[1:-2]): row[-2:] for row in rows}
+    for name, values in sizes["mup"].items():
+        spread = (values.max(0) / values.min(0)).max()
+        assert printed["adamw", *name.split()][0] == f"{spread:.2f}"
+    assert ("muon", "gates") in printed
+    panels = np.array(figures[0].axes).reshape(2, -1)
+    for transfer, row in zip(("mup", "none"), panels, strict=True):
+        for axes, values in zip(row, sizes[transfer].values(), strict=True):
+            assert [list(line.get_ydata()) for line in axes.lines] == values.T.tolist()
+            assert list(axes.lines[0].get_xdata()) == widths
+    assert coordinates.main(["--widths", "12"]) == 2
+    assert "--widths 12: expected a multiple of 8" in capsys.readouterr().err
+
+
+def test_losses_over_the_product_of_norm_and_rate(tmp_path, monkeypatch):
+    """A line of each norm: x is norm times the key, y the mean over seeds; the last is filled."""
+    runs = []
+    for norm, ratio, seed in product((1, 4), (0.5, 1, 2), range(2)):
+        given = [f"model.gate_norm={norm}", f"optim.expert_out_lr_ratio={ratio}"]
+        given.append(f"run.seed={seed}")
+        folder = tmp_path / f"{norm}-{ratio}-{seed}"
+        runs.append(make_run(folder, *given, end=2 + norm / 10 + ratio / 100, noise=0.01))
+    argv = [*map(str, runs), "--over", "optim.expert_out_lr_ratio"]
+    (axes,) = studies_product.plot(argv).axes
+    lines = {line.get_label(): line for line in axes.lines}
+    assert list(lines) == ["kern, norm 1", "kern, norm 4"]
+    for norm, label in ((1, "kern, norm 1"), (4, "kern, norm 4")):
+        means = []
+        for ratio in (0.5, 1, 2):
+            ends = [loss_of(tmp_path / f"{norm}-{ratio}-{seed}") for seed in range(2)]
+            means.append(np.mean(ends))
+        assert list(lines[label].get_xdata()) == [norm * 0.5, norm, norm * 2]
+        assert list(lines[label].get_ydata()) == pytest.approx(means)
+    styles = [(line.get_linestyle(), line.get_markerfacecolor()) for line in lines.values()]
+    assert styles == [(":", "white"), ("-", lines["kern, norm 4"].get_color())]
+    assert axes.get_xlabel() == "initial gate norm × optim.expert_out_lr_ratio"
+    assert axes.get_xscale() == "log"
