@@ -37,17 +37,13 @@ NARROW_HALF = 8
 BLOCK = 128  # slots per block on a GPU
 PART_BYTES = 2**22  # of gathered tokens that a CPU works on at a time
 COPY_BYTES = 2**14  # of w_in per row up to which experts share a part, which copies their weights
-# Numbers in an expert's w_in up to which a quarter of padding costs less than more parts: a step of
-# kern takes 0.94 of the time of 1/16 at 96 channels and H 48, 0.97 at 128 and 64, 0.90 there in
-# bfloat16, 1.00 at 384 and 192 (Xeon with AMX, one thread, 2026-11-27; equal code differed by 5%)
-SMALL = 2**17
 ALL = slice(None)
 
 
 # oneDNN compiles a GELU for each number of rows that it meets, in fp32 too, and loads change the
 # numbers in every step. It takes contiguous tensors alone: transposed ones go to torch's own
-# kernel. A step of kern takes 0.88 of the time at 96 channels and H 48 (rung 2 of the contest, Xeon
-# with AMX, one thread, 2026-11-27).
+# kernel. A step of kern takes 0.84 of the time at 96 channels and H 48, rung 2 of the contest, and
+# 0.85 at 128 and 24 (Xeon with AMX, one thread, 2026-11-27).
 def gelu(x: Tensor) -> Tensor:
     """GELU of (…, S, H) in torch's own kernel."""
     return F.gelu(x.mT).mT
@@ -154,12 +150,12 @@ def make_blocks(weights: Tensor, experts: Tensor, n_expert: int) -> Layout:
 
 
 def make_parts(
-    weights: Tensor, experts: Tensor, n_expert: int, limits: tuple[int, int, float], unit: int
+    weights: Tensor, experts: Tensor, n_expert: int, most: int, together: int, unit: int
 ) -> Layout:
     """Make parts of experts of similar loads, for a CPU. The host reads the loads.
 
-    The experts of a part have equally many slots, a multiple of `unit`. `limits` are those of
-    `group_experts`.
+    A part has one expert, or at most `together` in at most `most` slots. They have equally many, a
+    multiple of `unit`; at most 1/16 is added to make them equal.
     """
     loads = torch.bincount(experts.flatten(), minlength=n_expert)
     by_load = loads.argsort(descending=True, stable=True)  # (E,) numbers of experts
@@ -167,7 +163,7 @@ def make_parts(
     experts = rank[experts]  # numbered by rank from here on
     load, order = sort_by_expert(experts, n_expert)
     sizes = [-(-rows // unit) * unit for rows in load.tolist()]  # rounded up
-    ranges = group_experts(sizes, *limits)
+    ranges = group_experts(sizes, most, together)
     for first, end in ranges:
         sizes[first:end] = [sizes[first]] * (end - first)
     n_slot = sum(sizes)
@@ -186,13 +182,8 @@ def make_parts(
     return slot, n_slot, parts
 
 
-def group_experts(
-    sizes: list[int], most: int, together: int, padding: float
-) -> list[tuple[int, int]]:
+def group_experts(sizes: list[int], most: int, together: int) -> list[tuple[int, int]]:
     """Divide experts into ranges [first, end), the parts of `make_parts`.
-
-    A part has one expert, or at most `together` in at most `most` slots; at most `padding` times
-    their own slots are added to make them equal.
 
     `sizes` are their slots, in descending order. Idle experts are one range.
     """
@@ -201,7 +192,7 @@ def group_experts(
     for end in range(1, len(sizes)):
         group = sizes[first : end + 1]  # with one more expert
         n_slot = len(group) * group[0]
-        is_padded = n_slot > (1 + padding) * sum(group)
+        is_padded = n_slot > 17 / 16 * sum(group)
         is_full = len(group) > together or n_slot > most or is_padded
         if is_full and group[0] > 0:
             ranges.append((first, end))
@@ -296,12 +287,12 @@ class ExpertMLP(torch.autograd.Function):
         activation: str,
     ) -> Tensor:
         if experts.device.type == "cpu":
-            most = PART_BYTES // (x.shape[1] * x.itemsize)
             together = 8 if w_in.nbytes <= COPY_BYTES * experts.numel() else 1
-            padding = 1 / 4 if w_in[0].numel() <= SMALL else 1 / 16
             # oneDNN compiles a kernel for each number of rows that it meets
             unit = 32 if x.dtype in HALF else 1
-            layout = make_parts(weights, experts, len(w_in), (most, together, padding), unit)
+            layout = make_parts(
+                weights, experts, len(w_in), PART_BYTES // (x.shape[1] * x.itemsize), together, unit
+            )
         else:
             layout = make_blocks(weights, experts, len(w_in))
         ctx.slot, n_slot, ctx.parts = layout

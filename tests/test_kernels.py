@@ -353,12 +353,11 @@ def test_parts_are_within_their_bounds(most):
         sizes = sorted(random.integers(1, 30, random.integers(1, 20)).tolist(), reverse=True)
         sizes += [0] * n_idle
         together = int(random.integers(1, 6))
-        padding = random.choice([1 / 16, 1 / 4])
-        ranges = torch_grouped.group_experts(sizes, most, together, padding)
+        ranges = torch_grouped.group_experts(sizes, most, together)
         assert [first for first, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
         assert ranges[-1][1] == len(sizes)
         for first, end in ranges:
             part = sizes[first:end]
             n_slot = len(part) * part[0]
-            is_bounded = len(part) <= together and n_slot <= min(most, (1 + padding) * sum(part))
+            is_bounded = len(part) <= together and n_slot <= most and n_slot <= 17 / 16 * sum(part)
             assert len(part) == 1 or part[0] == 0 or is_bounded
