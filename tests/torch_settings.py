@@ -21,11 +21,11 @@ def patch_once() -> None:
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
-    patched = set()
+    patched = {}  # by id; holds the modules' names, so that no id comes twice
 
     def patch_new(fn: Callable) -> interpreter._LangPatchScope:
         if id(fn.__globals__) not in patched:
-            patched.add(id(fn.__globals__))
+            patched[id(fn.__globals__)] = fn.__globals__
             patch(fn)
         return interpreter._LangPatchScope()  # nothing to restore
 
