@@ -31,9 +31,11 @@ from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
 NARROW = 16  # the H up to which hidden units are computed one by one
-# The same in half precision, computed in fp32: at H 8 a step of kern takes 0.74 of the time in
-# bfloat16 when loads change, at 16 as long (EPYC with bf16 units, 2026-11-27)
-NARROW_HALF = 8
+# In half precision a CPU computes experts of up to so many hidden units in fp32, because oneDNN
+# compiles each half-precision product anew for each number of rows. Both passes, 128 channels, H 24
+# and 64: with AMX 0.60 and 0.93 of bfloat16's time (H 128: 1.17), 0.5 and 0.73 of float16's; with
+# bf16 units alone 0.55 and 0.61; AVX2 0.12 and 0.10 (Xeon, one thread, 2026-11-27)
+FP32_WIDTH = 64
 BLOCK = 128  # slots per block on a GPU
 PART_BYTES = 2**22  # of gathered tokens that a CPU works on at a time
 COPY_BYTES = 2**14  # of w_in per row up to which experts share a part, which copies their weights
@@ -423,10 +425,11 @@ def expert_mlp(
     activation: str = "gelu",
 ) -> Tensor:
     """See `kernels.expert_mlp`."""
-    narrow = NARROW_HALF if x.dtype in HALF else NARROW
-    if experts.device.type != "cpu" or w_out.shape[1] > narrow:
+    if experts.device.type != "cpu":
         return ExpertMLP.apply(x, w_in, w_out, weights, experts, activation)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x_wide, w_in, w_out = (tensor.to(wide) for tensor in (x, w_in, w_out))
-    out = NarrowExperts.apply(x_wide, w_in, w_out, weights, experts, activation)
-    return out.to(x.dtype)
+    dtype = x.dtype
+    width = w_out.shape[1]
+    if dtype in HALF and width <= FP32_WIDTH:
+        x, w_in, w_out = x.float(), w_in.float(), w_out.float()
+    function = NarrowExperts if width <= NARROW else ExpertMLP
+    return function.apply(x, w_in, w_out, weights, experts, activation).to(dtype)

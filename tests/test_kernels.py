@@ -140,7 +140,7 @@ def on_layout(request, monkeypatch):
     the GPU's.
     """
     if "blocks" not in request.param:
-        for limit in ("NARROW", "NARROW_HALF"):
+        for limit in ("NARROW", "FP32_WIDTH"):
             monkeypatch.setattr(torch_grouped, limit, math.inf if request.param == "narrow" else 0)
         monkeypatch.setattr(
             torch_grouped,

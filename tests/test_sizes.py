@@ -25,7 +25,7 @@ SIZES = {
     "eval.scoring": {"LOGITS": 30_000},
     "eval.val_loss": {"WINDOWS": 2},
     "kernels.cross_entropy": {"CHUNK_BYTES": 40_000, "ROWS": 3},
-    "kernels.torch_grouped": {"NARROW": 4, "NARROW_HALF": 2, "PART_BYTES": 3000, "COPY_BYTES": 16},
+    "kernels.torch_grouped": {"NARROW": 4, "FP32_WIDTH": 2, "PART_BYTES": 3000, "COPY_BYTES": 16},
     "runtime.checkpoint": {"SYNC_BYTES": 20_000},
 }
 
