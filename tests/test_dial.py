@@ -8,7 +8,7 @@ from runs import REPO_ROOT
 
 import configure
 from model import count_parameters, flops_per_token
-from scripts import plan
+from scripts import dial, plan
 
 LADDER = ("2x64", "3x96", "4x128", "6x192", "8x256", "12x768")
 
@@ -24,9 +24,13 @@ def test_config_of_a_budget_spends_it_and_loads(call, tmp_path, budget):
     active = count_parameters(config.model)[1]
     assert tokens > 19.9 * active
     # rate · decay · steps of the paper's run, where decay is not at its limit
-    if config.optim.weight_decay < 0.1:
-        product = config.optim.lr * config.optim.weight_decay * config.train.max_steps
-        assert product == pytest.approx(6e-4 * 0.1 * 50_000, rel=0.01)
+    decay = 6e-4 * 0.1 * 50_000 / (config.optim.lr * config.train.max_steps)
+    assert config.optim.weight_decay == pytest.approx(min(0.1, decay), rel=0.01)
+    assert config.optim.warmup_steps == min(config.train.max_steps // 5, 500)
+    assert config.train.batch_size % (8 * config.train.micro_batch_size) == 0
+    if config.model.n_embd >= 512:
+        assert config.model.n_embd == 64 * config.model.n_layer or config.model.n_layer == 8
+        assert (config.model.n_embd / config.model.n_head, config.eval.windows) == (64, 2048)
     assert re.search(r"^--train\.parallel=", out, re.MULTILINE)  # a memory plan fits
 
 
@@ -63,15 +67,55 @@ def test_more_hours_and_gpus_give_more(call):
 
 
 @pytest.mark.parametrize(
+    ("words", "pattern", "layers"),
+    [
+        ("--active 9K", r"--active 9K: the smallest rung has ([\d,]+)\n", "2"),
+        ("--active 900B", r"--active 900B: the largest has ([\d,]+)\n", "64"),
+        ("--budget 1e11", r"which needs (\S+) FLOPs; raise it to that\n", "2"),
+    ],
+)
+def test_the_number_in_an_error_is_the_limit(call, words, pattern, layers):
+    """It gives the smallest or largest shape; a little less, or half as much again, is refused."""
+    option, _ = words.split()
+    (limit,) = re.findall(pattern, call(plan.main, *words.split(), "--gpus=64", code=2))
+    limit = float(limit.replace(",", ""))
+    assert f"\nn_layer = {layers} " in call(plan.main, option, limit, "--gpus=64")
+    beyond = (1.4 * limit, 1.6 * limit) if layers == "64" else (limit, 0.95 * limit)
+    assert f"\nn_layer = {layers} " in call(plan.main, option, beyond[0], "--gpus=64")
+    call(plan.main, option, beyond[1], "--gpus=64", code=2)
+
+
+def test_a_number_of_parameters_chooses_the_nearest_rung_by_ratio(call):
+    sizes = []
+    for name in LADDER[:2]:
+        sizes.append(
+            count_parameters(configure.load(REPO_ROOT / f"config/ladder/{name}.toml").model)[1]
+        )
+    middle = (sizes[0] * sizes[1]) ** 0.5
+    assert middle < 0.97 * sum(sizes) / 2
+    for number, layers in ((0.99 * middle, 2), (1.01 * middle, 3)):
+        out = call(plan.main, "--active", f"{number / 1e3:.3f}k", "--gpus", 1)
+        assert f"\nn_layer = {layers} " in out
+        assert out == call(plan.main, "--active", f"{number / 1e9:.9f}B", "--gpus", 1)
+
+
+def test_a_model_that_is_too_large_names_its_memory_and_more_gpus(call):
+    """On one GPU 16 bytes for each parameter, and activations of one sequence."""
+    model = dial.make_model(24, 1536)
+    words = ["--active", count_parameters(model)[1], "--memory", 24, "--gpus", 1]
+    said = call(plan.main, *words, code=2)
+    pattern = r"24 layers of width 1536 need (\S+) GiB on each of 1 GPUs, and one has 24 GiB; "
+    (needed,) = re.findall(pattern + "set --gpus 2 or more", said)
+    assert 1 < float(needed) / (16 * count_parameters(model)[0] / 2**30) < 1.2
+
+
+@pytest.mark.parametrize(
     "words, error",
     [
-        ("--budget 1e11", "below the smallest rung, 2 layers of width 64"),
+        ("--budget 1e11", "1e\\+11: it is below the smallest rung, 2 layers of width 64, which"),
         ("--budget nan", "--budget nan: expected a number above 0"),
         ("--hours -1", "--hours -1: expected a number above 0"),
         ("--active 3x", "--active 3x: expected a number such as 350M"),
-        ("--active 9K", "--active 9K: the smallest rung has"),
-        ("--active 900B", "--active 900B: the largest has"),
-        ("--budget 1e22 --gpus 1", "need .* GiB on each of 1 GPUs, and one has 80 GiB; set --gpus"),
         ("--budget 1e15 config/125m.toml", "choose all settings"),
         ("--write x.toml", "name a config file, or one of --budget"),
         ("--budget 1e15 --write config/125m.toml", "exists; name another file"),

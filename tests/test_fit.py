@@ -1,11 +1,13 @@
-"""scripts.fit: the law of a ladder against a profile search, its intervals, what it refuses."""
+"""scripts.fit: the law of a ladder against scipy's, its intervals, what it refuses."""
 
 import re
 
 import numpy as np
 import pytest
 from fake_runs import add_checkpoint, loss_of, make_run
+from matplotlib.figure import Figure
 from scipy import stats
+from scipy.optimize import curve_fit
 
 import configure
 from model import flops_per_token
@@ -25,20 +27,20 @@ def draw_ladder(seed: int, n_seed: int = 3, n_budget: int = 5, sd: float = 0.004
     return fit.Ladder(flops, losses)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_law_is_that_of_a_profile_search(seed):
-    """Numpy's least squares at each of 20,000 exponents; budgets have unequal numbers of seeds."""
+@pytest.mark.parametrize("seed", range(6))
+def test_law_is_that_of_scipy(seed):
+    """Of its least squares in three parameters; budgets have unequal numbers of seeds."""
     ladder = draw_ladder(seed, sd=0.02)
     ladder.losses[0] = ladder.losses[0][:1]
-    means = np.array([losses.mean() for losses in ladder.losses])
-    roots = np.sqrt([1, 3, 3, 3, 3])
-    best = (np.inf, None)
-    for exponent in np.geomspace(0.02, 1.5, 20_000):
-        design = np.stack([np.ones(5), (ladder.flops / 1e15) ** -exponent], axis=1)
-        found, squares, *_ = np.linalg.lstsq(design * roots[:, None], means * roots, rcond=None)
-        best = min(best, (squares[0], [*found, exponent]))
-    law = fit.fit_ladder(ladder, n_draw=1).law
-    assert law == pytest.approx(best[1], rel=1e-3)
+
+    def law(flops, floor, reducible, exponent):
+        return floor + reducible * (flops / 1e15) ** -exponent
+
+    means = [losses.mean() for losses in ladder.losses]
+    start = (FLOOR, REDUCIBLE, EXPONENT)
+    errors = 1 / np.sqrt([1, 3, 3, 3, 3])
+    wanted, _ = curve_fit(law, ladder.flops, means, start, errors)
+    assert fit.fit_ladder(ladder, n_draw=1).law == pytest.approx(wanted, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -89,22 +91,77 @@ def count_flops(folder) -> float:
     return tokens * flops_per_token(config.model)
 
 
-def test_command_fits_runs_of_a_ladder(call, tmp_path):
+def estimate_errors(law, ratios, losses):
+    """Standard errors of the floor, the reducible loss, the exponent and the loss at ten times the
+    largest budget, by the delta method.
+    """
+    _, reducible, exponent = law
+    counts = np.array([len(of_budget) for of_budget in losses])
+    within = sum(((of_budget - of_budget.mean()) ** 2).sum() for of_budget in losses)
+    variance = within / (counts - 1).sum()
+
+    def differentiate(x):
+        power = x**-exponent
+        return np.stack([np.ones_like(x), power, -reducible * power * np.log(x)], axis=-1)
+
+    design = differentiate(ratios)
+    covariance = variance * np.linalg.inv(design.T @ (counts[:, None] * design))
+    ahead = differentiate(np.array(10 * ratios.max()))
+    return np.sqrt([*np.diag(covariance), ahead @ covariance @ ahead])
+
+
+def test_command_fits_runs_of_a_ladder(call, tmp_path, monkeypatch):
+    """Every number that it prints, and the picture's data; intervals are Student's t's."""
     runs = [make_rung(tmp_path, width, seed) for width in WIDTHS for seed in range(3)]
+    pictures = []
+    monkeypatch.setattr(Figure, "savefig", lambda *args, **_: pictures.append(args))
     out = call(fit.main, tmp_path, "--picture", tmp_path / "ladder.png")
-    values = {}
-    for line in out.splitlines():
-        row = re.match(r"(\S+).* ([\d.]+)  \[([\d.]+), ([\d.]+)\]$", line)
-        if row:
-            values[row[1]] = [float(x) for x in row.groups()[1:]]
-    flops = np.array([count_flops(run) for run in runs])
-    losses = np.array([loss_of(run) for run in runs])
+    rows = re.findall(r"^(\S+).* +([\d.]+)  \[([\d.]+), ([\d.]+)\]$", out, re.M)
+    assert [name for name, *_ in rows] == ["L∞", "A", "α"]
+    table = np.array([row[1:] for row in rows], dtype=float)  # (3, [value, low, high])
+    floor, reducible, exponent = law = table[:, 0]
+    losses = {}
+    for run in runs:
+        losses.setdefault(count_flops(run), []).append(loss_of(run))
+    flops = np.array(sorted(losses))
+    losses = [np.array(losses[budget]) for budget in flops]
     centre = stats.gmean(flops)
-    curve = values["L∞"][0] + values["A"][0] * (flops / centre) ** -values["α"][0]
-    assert np.abs(curve - losses).max() < 0.03  # the law above is of widths, nearly one of FLOPs
-    for value, low, high in values.values():
-        assert low < value < high
-    assert f"{10 * flops.max():.2e}" in out and (tmp_path / "ladder.png").stat().st_size > 10_000
+    assert f"at {centre:.2e} FLOPs" in out
+
+    def curve(budgets):
+        return floor + reducible * (budgets / centre) ** -exponent
+
+    # the law above is of widths, nearly one of FLOPs
+    assert np.abs(curve(flops) - [of_budget.mean() for of_budget in losses]).max() < 0.03
+    pattern = r"budget \((.*)\) give a loss of (\S+) \[(\S+), (\S+)\] (.*), and no budget gives "
+    said = re.search(pattern, out)
+    assert said[1] == f"{10 * flops.max():.2e}" and said[5] == "nats per byte"
+    ahead = np.array(said.groups()[1:4], dtype=float)
+    assert ahead[0] == pytest.approx(curve(10 * flops.max()), abs=1e-3)
+    least = re.search(r"gives less than (\S+) \[(\S+), (\S+)\]\.", out).groups()
+    assert [float(text) for text in least] == pytest.approx(table[0], abs=6e-4)
+    errors = estimate_errors(law, flops / centre, losses)
+    widths = [high - low for _, low, high in [*table, ahead]]
+    assert widths == pytest.approx(2 * stats.t.ppf(0.975, 10) * errors, rel=0.08)
+    assert ((table[:, 1] < law) & (law < table[:, 2])).all()
+
+    ((figure, file),) = pictures
+    (axes,) = figure.axes
+    assert file == tmp_path / "ladder.png" and axes.get_xscale() == "log"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("FLOPs", "validation loss, nats per byte")
+    drawn, *points, largest = axes.lines
+    x, y = drawn.get_xydata().T
+    assert [x[0], x[-1]] == pytest.approx([flops.min(), 10 * flops.max()])
+    assert y == pytest.approx(curve(x), abs=2e-3)
+    label = re.fullmatch(r"(\S+) \+ A · C\^-(\S+)", drawn.get_label()).groups()
+    assert [float(text) for text in label] == pytest.approx([floor, exponent], abs=6e-4)
+    assert [line.get_xydata().T.tolist() for line in points] == [
+        [[budget] * 3, of_budget.tolist()] for budget, of_budget in zip(flops, losses, strict=True)
+    ]
+    assert set(largest.get_xdata()) == {flops.max()}
+    band = axes.collections[0].get_paths()[0].vertices
+    at_end = band[np.isclose(band[:, 0], x[-1]), 1]
+    assert [at_end.min(), at_end.max()] == pytest.approx(ahead[1:], abs=1e-3)
 
 
 @pytest.mark.parametrize(

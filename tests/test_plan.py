@@ -35,7 +35,7 @@ def read_table(out):
 
 def gibibytes(text):
     number, unit = text.split()
-    return float(number) / (1024 if unit == "MiB" else 1)
+    return float(number) / {"GiB": 1, "MiB": 1024, "KiB": 1024**2}[unit]
 
 
 @pytest.mark.parametrize("gpus, per_node", [(8, 8), (4, 8), (8, 2), (1, 8)])
@@ -44,16 +44,23 @@ def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
     (of a node's).
     """
     words = ["--gpus", gpus, "--gpus-per-node", per_node, "--mfu", 0.25, "--gpu", "A100"]
+    words.append("--train.dtype=float16")
     out = call(plan.main, LARGE, *words)
     facts = dict(re.findall(r"^  (\S.*?)  +(.*)$", out, re.MULTILINE))
+    assert out.startswith("1b3-kern: router kern, float16\n")
     assert facts["parameters"] == "6,952.4 M in all, 1,315.3 M active"
+    per_token = flops_per_token(configure.load(LARGE).model)
+    assert facts["FLOPs per token"] == f"{per_token / 1e9:.3f} G (forward and backward)"
     assert facts["tokens"] == "6.55 B: 50,000 steps of 131,072"
-    assert facts["checkpoint"].startswith(f"{12 * P / 2**30:.1f} GiB, 2 kept")
-    flops = 50_000 * 131_072 * flops_per_token(configure.load(LARGE).model)
+    saved = f"{12 * P / 2**30:.1f} GiB, 2 kept and one being written"
+    assert facts["checkpoint"] == saved
+    assert f"memory on each of {gpus} GPUs, 32 sequences at a time:" in out
+    flops = 50_000 * 131_072 * per_token
     hours = flops / (gpus * 312e12 * 0.25) / 3600
     in_all = f"{hours * gpus:,.0f} GPU hours"
     assert facts["time"] == f"{hours:,.1f} h on {gpus} x A100 at an MFU of 0.25 (given), {in_all}"
     table = read_table(out)
+    shapes = parameter_shapes(configure.load(LARGE).model)
     shards = {"ddp": 1}
     if gpus > 1:
         shards |= {"zero2": gpus, "fsdp": gpus}
@@ -67,6 +74,12 @@ def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
         total = sum(gibibytes(table[name][part]) for part in parts)
         assert gibibytes(table[name]["sum"]) == pytest.approx(total, abs=0.5)
         assert (table[name]["in 80 GiB"] == "fits") == (gibibytes(table[name]["sum"]) <= 0.92 * 80)
+        sent = 0.0
+        if gpus > 1:
+            sent = memory.estimate_traffic(
+                configure.load(LARGE), shapes, name, gpus, min(gpus, per_node)
+            )
+        assert gibibytes(table[name]["sends per step"]) == pytest.approx(sent / 2**30, abs=0.06)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +97,14 @@ def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
 )
 def test_plan_ends_with_what_to_choose(call, words, last_line):
     assert last_line in call(plan.main, LARGE, *words.split()).splitlines()[-1]
+
+
+def test_a_narrow_terminal_shows_the_plans_that_fit(call, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "45")
+    out = call(plan.main, LARGE, "--gpus=16", "--train.micro_batch_size=16", "--gpu=H200")
+    (row,) = re.findall("^in 141 GiB .*", out, re.M)
+    assert "fits" in row and "too large" not in row
 
 
 def test_options_that_need_memory_are_planned(call):

@@ -270,10 +270,13 @@ def test_parallel_points_have_separate_logs_and_threads(
     runs, done, looks = tmp_path / "runs", tmp_path / "done", []
     monkeypatch.setenv("WAIT_FOR", str(done))
     monkeypatch.setattr(sweep, "count_cores", lambda: 7)
+    earlier = runs / "tiny-dense-seed0/train.log"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("earlier\n")
 
     def let_go():
         """Let all points end, several looks after two have started: so a third could have."""
-        assert done.exists() or len([*runs.glob("*/train.log")]) <= 2
+        assert done.exists() or len([*runs.glob("*/train.log")]) <= 2  # one is of an earlier sweep
         looks.append(len(fake_trainer()))
         if looks.count(2) == 10:
             done.touch()
@@ -288,7 +291,8 @@ def test_parallel_points_have_separate_logs_and_threads(
     assert "says" not in said.out
     for point in ("dense 0", "dense 1", "kern 0", "kern 1"):
         name = f"tiny-{point}".replace(" ", "-seed")
-        assert (runs / name / "train.log").read_text() == f"says {point}\n"
+        before = "earlier\n" if point == "dense 0" else ""
+        assert (runs / name / "train.log").read_text() == f"{before}says {point}\n"
     assert len(commands(said.out)) == 4
     assert (
         f"[1/4] exit code 1: {runs}/tiny-dense-seed0\n" in said.out and "exit code 0: " in said.out
@@ -335,10 +339,10 @@ def test_gpus_are_those_visible_to_this_process(sweep_file, monkeypatch, call):
     "gpus, code",
     [
         ([], EXIT_CODE),
-        ([], 1),
+        (["0", "1"], 1),
         pytest.param(["0", "1", "2", "3"], EXIT_CODE, marks=pytest.mark.integration),
     ],
-    ids=["processes", "no save", "torchrun"],
+    ids=["processes", "no save, one GPU each", "torchrun"],
 )
 def test_all_running_points_are_stopped(
     sweep_file, tmp_path, fake_trainer, monkeypatch, gpus, code, capfd
@@ -347,7 +351,8 @@ def test_all_running_points_are_stopped(
     monkeypatch.setenv("STOPPED_CODE", str(code))
     monkeypatch.setattr(sweep, "find_gpus", lambda points: gpus)
     monkeypatch.setenv("WAIT_FOR", str(tmp_path / "never"))
-    ranks = 4 if gpus else 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    ranks = max(2, len(gpus))
 
     def all_started():
         """Return True once all ranks of the first two points have started; others never may."""
@@ -360,11 +365,11 @@ def test_all_running_points_are_stopped(
     notes = fake_trainer()
     # kern was not started
     assert len(notes) == ranks and {note["point"] for note in notes} == {"dense 0", "dense 1"}
-    assert {note["gpus"] for note in notes} == (
-        {"0,1", "2,3"} if gpus else {os.environ.get("CUDA_VISIBLE_DEVICES")}
-    )
+    visible = {4: {"0,1", "2,3"}, 2: {"0", "1"}, 0: {os.environ.get("CUDA_VISIBLE_DEVICES")}}
+    assert {note["gpus"] for note in notes} == visible[len(gpus)]
+    assert {note["threads"] for note in notes} == {"5"}  # the user's
     assert "failed: " not in said.err
-    assert gpus or said.out.count(f"exit code {code}: ") == 2
+    assert len(gpus) == 4 or said.out.count(f"exit code {code}: ") == 2
 
 
 @pytest.mark.integration

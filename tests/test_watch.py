@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import html
+import http.client
 import io
 import json
 import math
@@ -321,6 +322,28 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
             with pytest.raises(urllib.error.HTTPError) as error:
                 get(path, host)
             assert error.value.code == code
+
+
+def test_replies_say_their_kind_and_are_sent_once(tmp_path):
+    """A query is part of no name; the server is seen from this machine alone."""
+    fake_runs.make_run(tmp_path / "runs/kern")
+    with serve(lambda: read_runs([tmp_path / "runs"])) as (get, port):
+        address = "/" + re.search(r'<img[^>]* src="/?([^"]*)"', get())[1]
+        kinds = {"/": "text/html", address: "image/svg+xml", "/live.js": "text/javascript"}
+        for path, kind in kinds.items():
+            for query in ("", "?a=b"):
+                connection = http.client.HTTPConnection("localhost", port, timeout=20)
+                connection.request("GET", path + query)
+                reply = connection.getresponse()
+                content = reply.read()
+                assert (reply.status, reply.headers.get_content_type()) == (200, kind)
+                assert len(content) == int(reply.headers["Content-Length"]) > 99
+                known = {"If-None-Match": reply.headers["ETag"]}
+                connection.request("GET", path + query, headers=known)
+                assert connection.getresponse().status == 304
+                connection.close()
+    with make_server(0, lambda: Reading([], [])) as server:
+        assert server.server_address[0] == "127.0.0.1"
 
 
 def test_idle_connections_end_and_threads_are_few(monkeypatch):
