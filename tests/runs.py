@@ -4,6 +4,7 @@ import hashlib
 import math
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, zip_longest
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -72,6 +73,27 @@ def run(config: Config) -> list[dict]:
 def all_logits(model: GPT, idx: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
     """(B, T, V); the model itself returns those of the last position."""
     return model.logits(model.hidden(idx, past)[0])
+
+
+def read_tables(text: str) -> list[list[dict[str, str]]]:
+    """The rows of each table that a command prints, as {column: cell}.
+
+    Of a row at most the last cell is empty.
+    """
+    lines = text.splitlines()
+    tables = []
+    for i, line in enumerate(lines):
+        if not line or set(line) != {"-"}:
+            continue
+        columns = re.split("  +", lines[i - 1].strip())
+        rows = []
+        for row in lines[i + 1 :]:
+            cells = re.split("  +", row.strip())
+            if len(cells) < len(columns) - 1:
+                break
+            rows.append(dict(zip_longest(columns, cells, fillvalue="")))
+        tables.append(rows)
+    return tables
 
 
 def column(lines: list[dict], key: str) -> list:

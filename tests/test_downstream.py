@@ -17,7 +17,7 @@ from conftest import WORDS as BASIC
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
-from runs import REPO_ROOT, modules_in
+from runs import REPO_ROOT, modules_in, read_tables
 from scipy import stats
 from test_generation import small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -272,13 +272,22 @@ def test_runs_are_compared_by_document(run, tmp_path, capsys):
     test = stats.ttest_rel(bits[1], bits[0])
     interval = test.confidence_interval()
     wanted = [statistics.fmean(bits[1]) - statistics.fmean(bits[0]), interval.low, interval.high]
-    (row,) = re.findall(r"^piqa +bits_per_byte +.*", printed, re.M)
-    assert row.split()[2] == str(len(bits[0]))
-    said = [float(text) for text in re.findall(r"[+-]\d+\.\d+", row)]
+    (rows,) = read_tables(printed)
+    (row,) = [row for row in rows if (row["task"], row["metric"]) == ("piqa", "bits_per_byte")]
+    said = [float(text) for text in re.findall(r"[+-]\d+\.\d+", row["minus the first's, 95%"])]
     assert abs(wanted[0]) > 1e-3 and said == pytest.approx(wanted, abs=2e-4)
-    assert re.search(r"^sciq +acc ", printed, re.M) and "minus the first's, 95%" in printed
-    for path in (run / "eval/step_00000004", other / "eval/step_00000002"):
-        assert (path / "results.json").is_file()
+    folders = (run / "eval/step_00000004", other / "eval/step_00000002")
+    assert all((path / "results.json").is_file() for path in folders)
+    cells = []
+    for task in ("piqa", "sciq"):
+        first, second = [
+            json.loads((path / f"tasks/{task}.json").read_text())["values"][task]
+            for path in folders
+        ]
+        for metric, values in first.items():
+            means = [f"{statistics.fmean(part):.4f}" for part in (values, second[metric])]
+            cells.append([task, metric, "6", *means])
+    assert [list(row.values())[:5] for row in rows] == cells and len(cells) > 4
 
 
 ANSWERS = {"doc_to_choice": ["Oui", "Non, été"], "doc_to_target": "{{label}}"}

@@ -16,7 +16,7 @@ import pytest
 import torch
 from corpora import jsonl, write_ids
 from numerics import SEED, assert_near, seeded, tolerance
-from runs import REPO_ROOT
+from runs import REPO_ROOT, read_tables
 from runs import run as train_run
 from scipy import stats
 
@@ -155,11 +155,13 @@ def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, call):
     greedy = text("--temperature", "0", "--seed", "1")
     assert greedy == text("--top-k", "1", "--seed", "2")
     run, tokenizer = load_run(trained)
+    write = partial(generation.generate_text, run.model, tokenizer)
     for options, printed in (({"seed": 1}, first), ({"temperature": 0}, greedy)):
-        assert (
-            generation.generate_text(run.model, tokenizer, "a bee ", tokens=20, **options)
-            == printed[:-1]
-        )
+        assert write("a bee ", tokens=20, **options) == printed[:-1]
+    assert write("a bee ", tokens=0) == "a bee "
+    several = call(sample.main, trained, "--temperature", 0, "--tokens", 5, "--prompt", "a", "bee")
+    texts = [write(prompt, tokens=5, temperature=0) for prompt in ("a", "bee")]
+    assert several == f"--- 1 ---\n{texts[0]}\n--- 2 ---\n{texts[1]}\n"
 
 
 def test_sample_counts_the_new_tokens_alone(trained, capsys, monkeypatch):
@@ -190,20 +192,24 @@ def test_sample_prints_tokens_at_once_and_the_speed(trained, capsys, monkeypatch
     )
     assert sample.main([str(trained), "--prompt", "à"]) == 0
     assert written[:-1] == ["à", "é", "€", "x", ""]
-    (_, prompts, count, _, _, vocab_size, end) = asked[0]
+    (_, prompts, count, params, generator, vocab_size, end) = asked[0]
     assert (prompts, count, vocab_size, end) == ([[256, *"à".encode()]], 400, 257, 256)
+    assert params == (0.8, 0, 1.0) and generator.initial_seed() == 0
     monkeypatch.setattr(
         generation, "generate", lambda *args: asked.append(args) or ([97] for _ in range(3))
     )
-    assert sample.main([str(trained), "--prompt", "à", "--ignore-end", "--tokens", "7"]) == 0
-    assert asked[1][2] == 7 and asked[1][-1] is None
+    assert sample.main([str(trained), "--ignore-end", "--tokens", "7", "--seed", "9"]) == 0
+    _, prompts, count, _, generator, _, end = asked[1]
+    assert (prompts, count, generator.initial_seed(), end) == ([[256]], 7, 9, None)
     # a terminal would obey control bytes, a file gets them as they are
+    joined = "👩\u200d👧\u3000\u00a0\n\t".encode()  # which a terminal only shows
     for is_terminal, text in ((True, "\\x1b"), (False, "\x1b")):
         written.clear()
         monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal)
-        monkeypatch.setattr(generation, "generate", lambda *args: [[0x1B]])
+        tokens = [[token] for token in (0x1B, *joined)]
+        monkeypatch.setattr(generation, "generate", lambda *args, ids=tokens: ids)
         assert sample.main([str(trained), "--prompt", "à"]) == 0
-        assert "".join(written[:-1]) == f"à{text}"
+        assert "".join(written[:-1]) == f"à{text}{joined.decode()}"
 
 
 def test_sample_refuses_bad_input(trained, tmp_path, call):
@@ -404,7 +410,7 @@ def test_text_is_scored_as_defined(dense_run, score, tmp_path, monkeypatch, stri
     (tmp_path / "many.jsonl").write_bytes(jsonl(texts))
     file = tmp_path / "one.txt.gz"
     file.write_bytes(gzip.compress(b"a bee"))
-    lines, _ = score(
+    lines, printed = score(
         "--data", tmp_path / "many.jsonl", file, *([] if stride is None else ["--stride", stride])
     )
     model = load_model(dense_run).model
@@ -415,6 +421,11 @@ def test_text_is_scored_as_defined(dense_run, score, tmp_path, monkeypatch, stri
         assert_close(line["loss"], np.mean(nats), "loss")
         assert_close(line["bits_per_byte"], sum(nats) / math.log(2) / size, "bits per byte")
         assert line["split"] is None
+    assert lines[0]["stderr"] > 0 and lines[1]["stderr"] is None  # of one window
+    (rows,) = read_tables(printed)
+    assert [list(row.values()) for row in rows] == [format_scores(line) for line in lines]
+    said = "no overlap" if stride is None else f"stride {stride}"
+    assert printed.startswith(f"{dense_run}, step 4; {said}\n")
     few, _ = score("--data", tmp_path / "many.jsonl", "--stride", 8, "--windows", 3)
     assert few[0]["tokens"] == 32 + 8 + 8  # the first three
     few, _ = score("--data", tmp_path / "many.jsonl", "--windows", 3)
@@ -508,9 +519,25 @@ def test_losses_of_two_runs_are_paired_by_document(dense_run, module_tiny, tmp_p
     row = next(line for line in printed.splitlines() if line.startswith(f"{other} "))
     said = [float(text) for text in re.findall(r"[+-]\d+\.\d+", row.partition(" ± ")[2])]
     assert abs(mean) > 1e-3 and said == pytest.approx([mean, mean - half, mean + half], abs=2e-4)
-    assert "minus the first's, 95%" in printed
-    for run in (dense_run, other):
-        assert "many.jsonl" in (run / "eval/step_00000004/val_loss.json").read_text()
+    (rows,) = read_tables(printed)
+    for run, row in zip((dense_run, other), rows, strict=True):
+        line = json.loads((run / "eval/step_00000004/val_loss.json").read_text().splitlines()[-1])
+        difference = row.pop("minus the first's, 95%")
+        assert (difference == "") == (run == dense_run)
+        assert list(row.values()) == [str(run), *format_scores(line)]
+    words = ["a.txt", "--stride", "8", str(other), "b.txt", "--data", "c", "--ema", str(dense_run)]
+    args = val_loss.parse_arguments([str(dense_run), *words])
+    assert args.runs == [dense_run, other, dense_run] and args.data == ["a.txt", "b.txt", "c"]
+
+
+def format_scores(line):
+    """The cells of a line of val_loss.json, without empty ones."""
+    name = line["data"] if line["split"] is None else f"{line['data']} ({line['split']})"
+    loss = f"{line['loss']:.4f}"
+    if line["stderr"] is not None:
+        loss += f" ± {line['stderr']:.4f}"
+    counts = [f"{line[key]:,}" for key in ("windows", "tokens", "bytes")]
+    return [name, *counts, loss, f"{line['perplexity']:,.3f}", f"{line['bits_per_byte']:.4f}"]
 
 
 def test_runs_that_cannot_be_paired(dense_run, module_tiny, call):
@@ -548,10 +575,14 @@ def test_bad_input(dense_run, tmp_path, call, fake_ranks, words, message):
 
 
 @pytest.mark.parametrize(
-    "loss, perplexity", [(2.0, math.exp(2)), (21.0, math.inf), (1e3, math.inf)]
+    "loss, perplexity",
+    [(2.0, math.exp(2)), (19.9, math.exp(19.9)), (20.1, math.inf), (1e3, math.inf)],
 )
 def test_perplexity_beyond_reason_is_infinite(loss, perplexity):
     """Guessing among all tokens has a loss of 11 at most: perplexity is then 65,536."""
     two = np.array([8, 8])
     result = val_loss.summarize_losses(loss * two, two, 0, np.array([0, 1]))
     assert result.perplexity == pytest.approx(perplexity)
+    corpus = val_loss.Corpus("x", None, None, None)
+    cells = val_loss.format_result(corpus, result._replace(stderr=math.nan))
+    assert cells == ["x", "2", "16", "0", f"{loss:.4f}", f"{perplexity:,.3f}", "-"]

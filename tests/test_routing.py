@@ -15,7 +15,8 @@ import pytest
 import torch
 from conftest import write_tiny
 from numerics import assert_near, seeded, tolerance
-from runs import REPO_ROOT
+from runs import REPO_ROOT, read_tables
+from scipy import stats
 from test_router import GATES, SPARSE
 
 import configure
@@ -181,21 +182,51 @@ def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
     assert all(layer["matched"] < 0.9 for layer in agreement_of(model, apart, tokens))
 
 
-def test_command_compares_two_checkpoints(made):
+def share(measured, by_chance):
+    return f"{100 * measured:.0f}% ({100 * by_chance:.0f}%)"
+
+
+def assert_tables_are_those_of_the_report(printed, report):
+    """Every cell that is printed, by the numbers in routing.json."""
+    layers, agreement = read_tables(printed)
+    for row, layer in zip(layers, report["layers"], strict=True):
+        loads = np.array(layer["loads"])
+        assert row == {
+            "layer": str(layer["layer"]),
+            "busiest": f"{loads.max() / loads.mean():.2f}",
+            "idle": str(np.count_nonzero(loads == 0)),
+            "in use": f"{math.exp(stats.entropy(loads)):.1f}",
+            "per token": f"{math.exp(layer['entropy']):.1f}",
+            "zero gates": f"{100 * layer['zero_gates']:.2f}%",
+            "vocabulary": share(layer["vocabulary"], layer["vocabulary_by_chance"]),
+            "partner": share(layer["strongest_partner"], layer["strongest_partner_by_chance"]),
+        }
+    for row, layer in zip(agreement, report["agreement"], strict=True):
+        matched, chance = layer["matched"], layer["matched_by_chance"]
+        assert row == {
+            "layer": str(layer["layer"]),
+            "same number": share(layer["same_number"], layer["same_number_by_chance"]),
+            "matched": share(matched, chance),
+            "beyond chance": f"{1 - (1 - matched) / (1 - chance):.2f}",
+        }
+
+
+def test_command_compares_two_checkpoints(made, call):
     run = made / "kern"
-    words = [str(run), "--windows", "6", "--checkpoint", "2", "--other", str(run)]
-    assert routing.main(words) == 0
+    words = [run, "--windows", 6, "--checkpoint", 2, "--other", run]
+    printed = call(routing.main, *words)
     file = run / "eval/step_00000002/routing-kern-step_00000004/routing.json"
     report = json.loads(file.read_text())
     lines = read_metrics(run / "metrics.jsonl", ["val/loads"])
     logged = {line["step"]: line["val/loads"] for line in lines if "val/loads" in line}
     # what training saw in the same six windows
     assert [layer["loads"] for layer in report["layers"]] == logged[2]
-    assert report["step"] == 2
-    assert report["windows"] == 6
-    assert report["tokens"] == 192
-    assert report["router"] == "kern"
-    assert (report["top_k"], report["other"]) == (2, "kern, step_00000004")
+    facts = {"run": "kern", "router": "kern", "step": 2, "mean": "", "top_k": 2, "windows": 6}
+    facts |= {"tokens": 192, "min_count": 10, "other": "kern, step_00000004"}
+    assert {key: report[key] for key in facts} == facts
+    assert_tables_are_those_of_the_report(printed, report)
+    assert f"agreement with {report['other']}\n" in printed
+    assert printed.endswith(f"192 tokens; a picture of the loads: python -m scripts.draw {file}\n")
     models = [load_model(run, step).model for step in (2, 4)]
     tokens = open_tokens(Path(report["data"]), "val")
     layers, _ = count_routing(*models, text=windows(tokens, fixed_windows(tokens, 32, 6), 32)[0])
@@ -380,8 +411,13 @@ def test_replayed_loss_is_that_of_gates_by_hand(sources, name, call, monkeypatch
         == (report["replayed_loss"] == report["loss"])
         == (name == "softmax")
     )
-    keys = ("source_loss", "replayed_loss", "loss")
-    assert [line.split()[1] for line in said] == [f"{report[key]:.4f}" for key in keys]
+    same = round(100 * report["same_choice"])
+    texts = {
+        "source_loss": "softmax, step_00000002",
+        "replayed_loss": f"{name} with those experts",
+        "loss": f"{name} with its own, {same}% of them the same",
+    }
+    assert said == [f"loss {report[key]:.4f}  {text}" for key, text in texts.items()]
 
 
 @pytest.mark.numerics
