@@ -6,6 +6,7 @@ that or a fault.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -389,9 +390,9 @@ def test_check_holds_one_block_of_each_model(exported, kind):
 
 
 def break_weights(out):
-    """One is wrong."""
+    """One is a little off."""
     state = load_file(out / "model.safetensors")
-    state["model.layers.1.mlp.experts.down_proj"][:, 3] *= 1.5
+    state["model.layers.1.mlp.experts.down_proj"][:, 3] *= 1.001
     save_file(state, out / "model.safetensors", {"format": "pt"})
 
 
@@ -846,6 +847,7 @@ def test_export_and_check(run, tmp_path, call):
         *CODE,
     }
     assert list(out.parent.iterdir()) == [out]
+    assert export.FILE_BYTES == 5 * 10**9  # "above 5 GB several files"
     card = (out / "README.md").read_text()
     losses = column(read_metrics(run / "metrics.jsonl"), "val/loss")
     for words in (
@@ -882,7 +884,8 @@ def test_other_weights_behind_a_link(run, tmp_path, call):
     in the card.
     """
     (tmp_path / "out").symlink_to(tmp_path / "behind")
-    call(export.main, run, tmp_path / "out", "--checkpoint", 2)
+    said = call(export.main, run, tmp_path / "out", "--checkpoint", 2)
+    assert said == f"{tmp_path / 'out'}: {run} at step 2\n"
     assert (tmp_path / "behind/README.md").is_file() and (tmp_path / "out").is_symlink()
     wanted = FORMATS["nanokern"].from_own(load_model(run, 2).model.state_dict())
     assert all(
@@ -890,15 +893,35 @@ def test_other_weights_behind_a_link(run, tmp_path, call):
         for name, tensor in load_file(tmp_path / "out/model.safetensors").items()
     )
     early = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] == 2]
-    loss = column(early, "val/loss")[0]
     card = (tmp_path / "out/README.md").read_text()
-    assert f"| {loss:.4f} (step 2) |" in card and "step 4" not in card
+    assert "weights are those of step 2, in float32." in card and "step 4" not in card
+    assert list_training(card) == expect_training(run, 2, early, "(step 2)")
     call(export.main, run, tmp_path / "mean", "--average", 2, "--dtype", "bfloat16", "--check")
     card = (tmp_path / "mean/README.md").read_text()
     assert (
         "the mean of 2 checkpoints up to step 4, in bfloat16" in card
         and "results of the mean" in card
     )
+    late = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] == 4]
+    note = "(step 4, of that checkpoint, not of the mean)"
+    assert list_training(card) == expect_training(run, 4, late, note)
+
+
+def list_training(card):
+    """{key: value} of the table under "Training"."""
+    table = card.partition("## Training")[2].partition("## Evaluation")[0]
+    return dict(re.findall(r"^\| (.+?) +\| +(.+?) +\|$", table, re.M)[2:])
+
+
+def expect_training(run, step, lines, note):
+    """Of 8 rows of 32 tokens a step, by the checkpoint and the last lines of metrics.jsonl."""
+    facts = load_model(run, step).metadata
+    rows = {"data set": "tiny", "steps": str(step)}
+    rows |= {f"sha256 of the {key}": facts[key] for key in ("data", "tokenizer")}
+    rows["tokens seen"] = f"{step * 8 * 32:,}"
+    for key in ("train/loss", "val/loss"):
+        rows[f"{key}, nats per token"] = f"{column(lines, key)[-1]:.4f} {note}"
+    return rows
 
 
 @pytest.mark.parametrize(("average", "file_bytes", "n_file"), [(1, 20_000, 5), (2, 40_000, 3)])
@@ -913,6 +936,8 @@ def test_an_export_in_several_files(run, tmp_path, monkeypatch, call, average, f
     assert files == [f"model-0000{number}.safetensors" for number in range(1, n_file + 1)]
     own = load_model(run, average=average).model
     tensors, notes = read_tensors(tmp_path / "out", {})
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     wanted = FORMATS["nanokern"].from_own(own.state_dict())
     assert notes == [] and tensors.keys() == wanted.keys()
     assert all(tensor.equal(tensors[name]) for name, tensor in wanted.items())

@@ -22,7 +22,7 @@ from hf.export import export
 from hf.init_from import read_initial_weights
 from model import GPT
 from router import monte_carlo_scale
-from runtime import RunError, checkpoint, folder
+from runtime import RankError, RunError, checkpoint, folder
 from runtime.metrics import read_metrics
 
 GPT2 = {
@@ -75,7 +75,7 @@ def start(config):
 
 
 def refused(config):
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(RankError) as caught:
         read_initial_weights(config)
     text = str(caught.value)
     assert text.startswith(f"train.init_from = {config.train.init_from}: ") and "\n" not in text
@@ -93,7 +93,8 @@ LOGITS = tolerance(torch.float32, 32, roundings=20)
 @pytest.mark.numerics
 @pytest.mark.parametrize("form, tie", [("one file", False), ("shards", True), ("OpenAI's", True)])
 def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
-    theirs, place = make_gpt2(tie_word_embeddings=tie), tmp_path / "gpt2"
+    width = None if form == "OpenAI's" else 16  # of an MLP; None: 4 times 32
+    theirs, place = make_gpt2(tie_word_embeddings=tie, n_inner=width), tmp_path / "gpt2"
     theirs.save_pretrained(place, max_shard_size="20KB" if form == "shards" else "1GB")
     assert form != "shards" or len([*place.glob("model-*.safetensors")]) > 2
     if form == "OpenAI's":  # bare names, masks and the tied head
@@ -101,8 +102,14 @@ def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
             name.removeprefix("transformer."): tensor.clone()
             for name, tensor in theirs.state_dict().items()
         }
-        save_file(state | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}, place / "model.safetensors")
-    config = tiny(f"train.init_from={place}", *DENSE, f"model.tie_embeddings={json.dumps(tie)}")
+        masks = {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.0.attn.masked_bias": torch.ones(())}
+        save_file(state | masks, place / "model.safetensors")
+    own = [
+        *DENSE,
+        f"model.tie_embeddings={json.dumps(tie)}",
+        f"model.expert_hidden={(width or 128) // 2}",
+    ]
+    config = tiny(f"train.init_from={place}", *own)
     model, words = start(config)
     assert_near(all_logits(model, ids(32)), theirs(ids(32)).logits, LOGITS, "logits")
     assert (
@@ -113,8 +120,14 @@ def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
 @pytest.mark.numerics
 def test_differences_in_computation_are_printed(tiny, tmp_path):
     theirs = make_gpt2(activation_function="gelu_new", layer_norm_epsilon=1e-4)
-    theirs.half().save_pretrained(tmp_path / "gpt2")
+    norm = theirs.half().transformer.ln_f.float()  # each weight is read in its own dtype
+    with torch.no_grad():
+        norm.weight += 1e-5
+    theirs.save_pretrained(tmp_path / "gpt2")
+    edit(tmp_path / "gpt2/config.json", activation_function=None)  # gelu_new by default
     model, words = start(tiny(f"train.init_from={tmp_path / 'gpt2'}", *DENSE))
+    assert torch.equal(model.ln_f.weight, norm.weight)
+    assert not torch.equal(norm.weight, norm.weight.half().float())
     assert (
         "gelu_new is computed as exact GELU, up to 5e-4 apart; model.norm_eps changes from 0.0001"
         in words
@@ -204,6 +217,17 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, kind):
     for name, tensor in load_model(folder.path_of(theirs)).model.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert "; " not in words  # nothing changes
+    if kind == "mixture":  # of before these keys
+        edit(tmp_path / "export/config.json", router_groups=None, router_group_k=None)
+        again, words = start(tiny(*EXPORTED[kind], place))
+        assert torch.equal(again.wte.weight, model.wte.weight) and "; " not in words
+        said = start(
+            tiny(*EXPORTED[kind], place, "model.router_groups=4", "model.router_group_k=2")
+        )
+        assert "router_groups changes from 1 to 4; model.router_group_k changes from 1" in said[1]
+    if kind == "gate_norm":
+        _, words = start(tiny(*EXPORTED[kind], place, "model.gate_norm=3"))
+        assert "model.gate_scale changes from " in words
     if kind in ("modern", "modern dense"):
         default = [place, "model.router=dense"] if kind == "modern dense" else [place]
         _, words = start(tiny(*default, *remedy(refused(tiny(*default)))))
@@ -358,6 +382,8 @@ def test_damaged_files_are_refused(tiny, copy, canary):
     assert "model.safetensors cannot be read (Error" in refused(config)
     (copy / "model.safetensors").unlink()
     assert "neither model.safetensors nor model.safetensors.index.json (other" in refused(config)
+    (copy / "config.json").write_text("[" * 10**6)
+    assert "config.json is unreadable (" in refused(config)
     (copy / "config.json").write_text("{")
     assert "config.json is unreadable (Expecting" in refused(config)
     (copy / "config.json").unlink()
@@ -365,7 +391,7 @@ def test_damaged_files_are_refused(tiny, copy, canary):
 
 
 def test_one_flipped_bit_of_an_export_is_refused(tiny, source, tmp_path):
-    """As transformers saves it again, it has no digest, and starts."""
+    """As another program saves it again, it has no digest, and starts, also in float64."""
     out = tmp_path / "export"
     assert export.main([str(folder.path_of(source)), str(out)]) == 0
     config = start_from(tiny, source, f"train.init_from={out}")
@@ -378,14 +404,21 @@ def test_one_flipped_bit_of_an_export_is_refused(tiny, source, tmp_path):
             flip(file, 8 * byte + bit)
             assert "model.safetensors: damaged: its weights differ" in refused(config)
             file.write_bytes(intact)
-    save_file(load_file(file), file, {"format": "pt"})
+    wider = {name: t.double() for name, t in load_file(file).items()}
+    save_file(wider, file, {"format": "pt"})
     start(config)
 
 
-def test_place_without_weights_is_refused(tiny, source):
+def test_place_without_weights_is_refused(tiny, source, monkeypatch):
     advice = "no such folder; from the Hugging Face hub: hf download openai-community/gpt2 "
     advice += "--local-dir gpt2"
-    assert refused(tiny("train.init_from=openai-community/gpt2")).endswith(advice)
+    config = tiny("train.init_from=openai-community/gpt2")
+    assert refused(config).endswith(advice)
+    monkeypatch.setenv("LOCAL_RANK", "1")  # of whose node the first one reports the folder
+    with pytest.raises(RunError) as caught:
+        read_initial_weights(config)
+    assert not isinstance(caught.value, RankError)
+    monkeypatch.delenv("LOCAL_RANK")
     shard = sorted(checkpoints(source).glob("*/*.distcp"))[-1]
     os.truncate(shard, 1000)
     assert "damaged, " in refused(start_from(tiny, source))

@@ -15,6 +15,7 @@ from runs import REPO_ROOT, all_logits, run
 from safetensors.torch import load_file, save_file
 from test_hf_init_from import DENSE, LOGITS, edit, ids, make_gpt2, refused, remedy, start
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig
 
 import configure
 import train
@@ -321,6 +322,53 @@ def folders(tmp_path_factory):
             load_file(place / "model.safetensors"),
         )
     return out
+
+
+UNSUPPORTED = {
+    "olmoe qwen3_moe mixtral": {
+        "attention_bias": True,
+        "clip_qkv": 8.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 2,
+        "attention_dropout": 0.1,
+        "router_jitter_noise": 0.1,
+        "quantization_config": {"bits": 8},
+    },
+    "olmoe mixtral": {"sliding_window": 16},
+    "qwen3_moe": {"use_sliding_window": True},
+    "gpt2": {
+        "activation_function": "relu",
+        "scale_attn_weights": False,
+        "scale_attn_by_inverse_layer_idx": True,
+        "quantization_config": {"bits": 8},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_settings_that_change_the_function_are_refused(folders, kind):
+    """Each is named with its value and the default of transformers' class."""
+    supported = {"activation_function": "gelu_new", "mlp_only_layers": [], "decoder_sparse_step": 1}
+    supported |= {"attention_dropout": 0.0, "router_jitter_noise": 0.0, "scale_attn_weights": True}
+    supported |= dict.fromkeys(
+        ("attention_bias", "use_sliding_window", "scale_attn_by_inverse_layer_idx"), False
+    )
+    settings = dict(folders[kind][0])
+    settings.pop("tie_word_embeddings", None)
+    tied = FORMATS[kind].read_config(settings)["tie_embeddings"]
+    assert tied == AutoConfig.for_model(kind).tie_word_embeddings
+    for kinds, table in UNSUPPORTED.items():
+        for key, value in table.items():
+            if kind not in kinds.split():
+                continue
+            with pytest.raises(RunError) as caught:
+                FORMATS[kind].read_config(settings | {key: value})
+            only = f"model.py computes {supported.get(key)!r} only"
+            assert (
+                str(caught.value)
+                == f"config.json: {key} is {value!r}, and {only}; use another model"
+            )
 
 
 def find_settings(tiny, place, overrides):

@@ -1,5 +1,6 @@
 """hf/match_gates.py and hf/upcycle.py: another router for a mixture; mixtures of dense models."""
 
+import math
 import re
 from itertools import repeat
 
@@ -105,15 +106,16 @@ def test_centring_is_exact_for_softmax(module_tiny, source):
 def test_centring_takes_the_mean_of_all_logits(tiny):
     """Weights and biases: the new logits are the old ones minus a token's mean over experts."""
     softmax, kern = "exp, post=l1 over all, bias", "relu, pre=l2 over all, bias"
-    old, new = tiny(f"model.router={softmax}").model, tiny(f"model.router={kern}").model
+    dense = "model.n_dense_layer=1"
+    old, new = (tiny(f"model.router={name}", dense).model for name in (softmax, kern))
     state = {}
     for name, tensor in GPT(old).state_dict().items():
         state[name] = torch.randn(tensor.shape, generator=seeded(len(name)))
     before = dict(state)
-    take_routers(state, old, new)
+    routers, _ = take_routers(state, old, new)
     x = torch.randn(5, old.n_embd, generator=seeded())
-    for layer in range(old.n_layer):
-        name = f"blocks.{layer}.mlp.router"
+    assert list(routers) == ["blocks.1.mlp.router"]
+    for name in routers:
         logits = x @ before[f"{name}.weight"].T + before[f"{name}.bias"]
         centred = x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
         assert_near(centred, logits - logits.mean(1, keepdim=True), 1e-4, name)
@@ -145,9 +147,12 @@ def test_gates_get_the_norm_of_the_old_ones_by_layer(module_tiny, source, router
     assert zeros == pytest.approx(100 * first["val/zero_gates"], abs=2)
 
 
-@pytest.mark.usefixtures("few_tokens")
 def test_gates_are_matched_on_equal_ranks_as_on_one(tiny, monkeypatch):
-    """Sums over two ranks are twice those of one."""
+    """Sums over two ranks are twice those of one, which then reads half the batches.
+
+    What is told is what the model then computes.
+    """
+    monkeypatch.setattr(match_gates, "TOKENS", 700)  # a batch has 256
     config = tiny("model.router=sigmoid")
     softmax = tiny("model.router=softmax").model
     torch.manual_seed(0)
@@ -159,10 +164,37 @@ def test_gates_are_matched_on_equal_ranks_as_on_one(tiny, monkeypatch):
         model = GPT(config.model)
         monkeypatch.setattr(match_gates, "sum_over_ranks", lambda t, n=ranks.world_size: n * t)
         autocast = torch.autocast("cpu", enabled=False)
-        batches = repeat((x, y))
+        read = []
+        batches = (read.append(1) or batch for batch in repeat((x, y)))
         told.append(match_gates.match_gates(model, old, config, batches, autocast, ranks))
-        assert not model.blocks[0].mlp.router.c.equal(torch.ones(1))
+        assert len(read) == math.ceil(700 / (256 * ranks.world_size)) and model.training
     assert told[0] == told[1]
+    _, loss, stats, _ = model(x, y)
+    norm = sum(square.sqrt().item() for square in stats.gate_square) / 2
+    factors = [f"{block.mlp.router.c.item():.3g}" for block in model.blocks]
+    new = f"sigmoid: loss {loss:.4f}, zero gates {100 * stats.zero_gates.mean():.2f}%, "
+    new += f"gate norm {norm:.3g}; its gates times {', '.join(factors)} (train.match_gates)"
+    assert told[0].endswith(new) and "1" not in factors
+
+
+@pytest.mark.usefixtures("few_tokens")
+@pytest.mark.parametrize("zero", ["old", "new"])
+def test_a_router_without_gates_is_not_scaled(tiny, zero):
+    """KERN with weights of 0 has none, which no factor changes."""
+    names = {"old": "softmax", "new": "sigmoid"} | {zero: "kern"}
+    config = tiny(f"model.router={names['new']}")
+    model = GPT(config.model)
+    settings = tiny(f"model.router={names['old']}").model
+    old = {f"blocks.{layer}.mlp.router": build_router(settings, layer) for layer in range(2)}
+    for layer, router in enumerate(old.values()):
+        torch.nn.init.normal_(router.weight)
+        silent = router if zero == "old" else model.blocks[layer].mlp.router
+        torch.nn.init.zeros_(silent.weight)
+    autocast = torch.autocast("cpu", enabled=False)
+    batches = repeat(tuple(texts(config)))
+    told = match_gates.match_gates(model, old, config, batches, autocast, ALONE)
+    assert told.endswith("; its gates times 1, 1 (train.match_gates)")
+    assert all(block.mlp.router.c == 1 for block in model.blocks)
 
 
 @pytest.mark.usefixtures("few_tokens")
@@ -290,6 +322,8 @@ def test_a_mixture_computes_what_its_gpt2_does(tiny, tmp_path, shape, more):
     assert_near(all_logits(model, idx)[..., :257], theirs(idx).logits, LOGITS, "logits")
     before, after = re.findall(r"\d\.\d{5}", words)
     assert abs(float(before) - float(after)) < 2e-5 and "because" not in words
+    for note in ("only the first 20 of 32 positions are used", "ids 257 to 319 are missing and"):
+        assert (note in words) == bool(more)
 
 
 def train_dense(tiny, *more):
@@ -331,6 +365,8 @@ def test_new_routers_have_the_size_of_fresh_ones(tiny):
         model, _ = start(tiny(*own, f"train.init_from={place}"))
         weights = [block.mlp.router.weight.flatten() for block in model.blocks]
         assert torch.cat(weights).std().item() == pytest.approx(0.05 * ratio, rel=0.2)
+        other, _ = start(tiny(*own, f"train.init_from={place}", "run.seed=5"))
+        assert not weights[0].equal(other.blocks[0].mlp.router.weight.flatten())
 
 
 @pytest.mark.numerics
@@ -363,6 +399,7 @@ CONFLICTS = {  # with a dense model of width 16: what makes it fit
     "model.expert_hidden=4": "expert_hidden=8",  # 2 of 4 slices would be chosen
     "model.n_expert=9": "expert_hidden=16",
     "model.n_shared_expert=1 model.n_dense_layer=1": "n_shared_expert=0 n_dense_layer=0",
+    "model.router_groups=4 model.router_group_k=2": "router_groups=1 router_group_k=1",
     "model.n_hash_layer=1": "n_hash_layer=0",  # whose table would choose slices of several copies
 }
 

@@ -511,6 +511,8 @@ def test_rope_scaling_of_type_default_is_none(name):
     inner = {"rope_scaling": {"rope_type": "default", "rope_theta": 500.0}}
     assert form.read_config(settings | inner) == wanted
     assert AutoConfig.for_model(name, **inner).rope_parameters["rope_theta"] == 500.0
+    both = {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 500.0}}
+    assert form.read_config(settings | both) == wanted
     with pytest.raises(RunError, match="rope_scaling is"):
         form.read_config(settings | {"rope_scaling": {"type": "linear", "factor": 2.0}})
 
