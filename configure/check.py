@@ -83,9 +83,10 @@ def show(value: Any) -> str:
 def format_toml(value: Any) -> str:
     """A value as TOML writes it, on one line."""
     if isinstance(value, dict):
-        entries = [f"{json.dumps(name)} = {format_toml(inner)}" for name, inner in value.items()]
+        entries = [f"{format_toml(name)} = {format_toml(inner)}" for name, inner in value.items()]
         return "{" + ", ".join(entries) + "}"
-    return json.dumps(value, ensure_ascii=False)
+    # JSON's \ud83d\ude00 is no TOML, nor is a DEL that JSON leaves as it is
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def find_conflicts(config: Config, world_size: int = 1) -> list[str]:

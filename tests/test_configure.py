@@ -2,8 +2,12 @@
 
 import re
 import shlex
+import tomllib
 
 import pytest
+from conftest import fuzz
+from hypothesis import example, given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from runs import REPO_ROOT
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -16,6 +20,7 @@ from configure import (
     split_command_line,
     sweep_points,
 )
+from configure.check import format_toml
 from configure.load import _print_note
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from model import count_parameters
@@ -71,6 +76,13 @@ def test_override_is_read_by_the_type_of_its_key(write, override, value):
     section, _, name = override.partition("=")[0].partition(".")
     read = getattr(getattr(load(write(), [f"--{override}"]), section), name)
     assert read == value and isinstance(read, type(value))
+
+
+@fuzz
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+@example('a\x7f\t\n"\\é\U0001f600')
+def test_any_text_is_written_as_toml(text):
+    assert tomllib.loads(f"x = {format_toml({text: text})}") == {"x": {text: text}}
 
 
 @pytest.mark.parametrize("key", ["branch_from", "init_from"])

@@ -59,7 +59,7 @@ HARD += [
     "train.max_steps=7",
     "train.checkpoint_interval=3",
     "train.keep_checkpoints=9",
-    "eval.interval=3",
+    "eval.interval=2",
 ]
 HARD += [
     "eval.windows=20",
@@ -181,8 +181,8 @@ def kill(number):
     "place, after, saved",
     # a save cut short would not be intact
     [("start-up", 0, []), ("step", 4, [3, 5]), ("save", 0, [3, 4])]
-    # before the first step, between steps, after the last
-    + [("evaluation", 2, []), ("evaluation", 17, [3]), ("evaluation", 32, [3, 6, 7])],
+    # before the first step, where no save is due, after the last
+    + [("evaluation", 2, []), ("evaluation", 17, [2]), ("evaluation", 42, [3, 6, 7])],
 )
 def test_signal_ends_the_run_at_a_checkpoint(
     main, tiny, at, undisturbed, saves_end_first, capsys, place, after, saved
@@ -376,8 +376,8 @@ def test_all_ranks_stop_when_their_launcher_is_told_to(jobs, resumed, module_fil
 def test_all_ranks_stop_in_an_evaluation_and_resume(resumed, module_file):
     for rank in range(2):
         error = (module_file.parent / f"evaluation.{rank}.error").read_text()
-        assert error.startswith("Stopped") and "saved at step 3" in error
-    assert_resumed(module_file, "evaluation", [3, 6, 7])
+        assert error.startswith("Stopped") and "saved at step 2" in error
+    assert_resumed(module_file, "evaluation", [2, 3, 6, 7])
 
 
 @pytest.mark.integration

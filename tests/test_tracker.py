@@ -3,6 +3,7 @@ run.
 """
 
 import json
+import math
 import shutil
 import sys
 import tomllib
@@ -160,13 +161,14 @@ def test_a_resumed_run_sends_its_lines_and_the_best_of_all(fake_wandb, tiny):
     assert sent == [(line["step"], flatten_line(line, 1)) for line in [*began, *resumed]]
     assert any("router/load_imbalance/layer_01" in values for _, values in sent)
     assert run.summary == {"val/loss_best": 0.125, "val/loss_final": resumed[-1]["val/loss"]}
-    start_wandb(config, path).summarize(
-        {"downstream/piqa/acc": 0.5}, "downstream/table", ["task"], [["piqa"]], 9
-    )
+    tracker = start_wandb(config, path)
+    tracker.summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task"], [["piqa"]], 9)
     assert run.summary["downstream/piqa/acc"] == 0.5 and run.summary["val/loss_best"] == 0.125
     assert run.log.call_args.args[0].keys() == {
         "downstream/table"
     } and run.log.call_args.kwargs == {"step": 9}
+    tracker.recall([{"val/loss": loss} for loss in (math.nan, 0.0625, math.nan)])
+    assert run.summary["val/loss_best"] == 0.0625
 
 
 @pytest.mark.integration
