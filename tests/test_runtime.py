@@ -205,6 +205,10 @@ def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, activa
         0,
         0,
     )
+    if checkpointing:  # of the largest block, wherever it is
+        model = CONFIG.model.model_copy(update={"n_dense_layer": 1})
+        mixed = config.model_copy(update={"model": model})
+        assert memory.estimate_memory(mixed, SHAPES, parallel, shards).activations == activations
     if parallel == "zero2":  # HSDP keeps its weights, too, where a step is one micro-batch
         assert memory.estimate_memory(config, SHAPES, "hsdp", shards, False) == plan
     averaged = CONFIG.model_copy(update={"train": train.model_copy(update={"ema_decay": 0.9})})

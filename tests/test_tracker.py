@@ -203,7 +203,7 @@ def read():
 
 
 def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
-    config = tiny(*ON, "model.n_dense_layer=1")
+    config = tiny(*ON, "model.n_dense_layer=1", "train.micro_batch_size=4")
     before_steps(lambda step: 1 / (step - 3))
     with pytest.raises(ZeroDivisionError):
         train.train(config)
