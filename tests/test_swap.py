@@ -391,6 +391,10 @@ def test_losses_of_another_function_are_printed(tiny, capsys):
     theirs = load_model(place).model.state_dict()["blocks.1.mlp.w_out.weight"].mT[8:]
     # Two of each logit: the sum of the largest is as often there, and the norm √2 as large.
     assert_near(mine * gate_sum("kern", 4, 1, 1.0) / 2**0.5, theirs, 0.02)
+    wide = [*SLICES, "model.router=softmax", "model.init_std=0.5", f"train.init_from={place}"]
+    mine = start(tiny(*wide))[0].state_dict()[LAST_BLOCK + "w_out"][5]
+    # a logit's standard deviation is init_std √C; two of each halve its probability
+    assert_near(mine * gate_sum("softmax", 4, 1, 0.5 * 32**0.5) / 2, theirs, 0.02)
 
 
 CONFLICTS = {  # with a dense model of width 16: what makes it fit
