@@ -17,13 +17,13 @@ from runtime.memory import logits_bytes
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *HALF)
-SHAPES = {  # N, C, V
-    "typical": (140, 16, 257),
+SHAPES = {  # N, C, V; with `small_chunks` of 8 rows and blocks of 128 logits
+    "typical": (12, 16, 257),
     "one row": (1, 5, 7),
     "one token to choose": (9, 4, 1),
-    "two": (40, 3, 2),
-    "more than a block": (20, 8, 5000),
-    "one full block": (5, 8, 4096),
+    "two": (20, 3, 2),
+    "one full block": (5, 8, 128),
+    "full blocks": (8, 8, 256),
 }
 WAYS = [("torch", dtype) for dtype in DTYPES] + [
     ("triton", dtype) for dtype in DTYPES if dtype != torch.float64
@@ -45,8 +45,11 @@ def triton_there(request):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Of 128 rows, the last one of what is left over."""
+    """Of 8 rows, the last one of what is left over; Triton's programs take 128 logits at a time."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(cross_entropy, "ROWS", 8)
+    if cross_entropy.triton_cross_entropy:
+        monkeypatch.setattr(cross_entropy.triton_cross_entropy, "BLOCK", 128)
 
 
 def make_inputs(N, C, V, dtype=torch.float32):
@@ -113,14 +116,14 @@ def test_autocast(dtype, large, backend, small_chunks):
     Large: one token is the target of every row, so its weight's gradient is a sum that float16
     cannot hold.
     """
-    x, weight, targets = make_inputs(140, 8, 20) if large else make_inputs(140, 16, 257)
+    x, weight, targets = make_inputs(70, 8, 20) if large else make_inputs(12, 16, 257)
     if large:
         x, weight, targets = (
             (4 + x).half().float(),
             weight.half().float(),
             torch.full_like(targets, 3),
         )
-        assert 256 * 140 * 4 > torch.finfo(torch.float16).max
+        assert 256 * 70 * 4 > torch.finfo(torch.float16).max
     got = run_backend(x, weight, targets, backend, autocast=dtype)
     assert {t.dtype for t in got} == {torch.float32}
     assert_exact(got, x, weight, targets, dtype)
@@ -133,7 +136,7 @@ def test_large_and_small_logits(backend):
     top.
     """
     x, weight, targets = (
-        (100 * t).round() if t.is_floating_point() else t for t in make_inputs(60, 8, 300)
+        (100 * t).round() if t.is_floating_point() else t for t in make_inputs(24, 8, 300)
     )
     weight[7], targets[::3] = weight[5], 7
     x[::2], x[1::4] = (x[::2] / 10).round(), 20 * weight[5].sign()
@@ -164,7 +167,7 @@ def test_small_probabilities_in_float16(backend):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_without_gradients_none_are_computed(backend, monkeypatch):
-    x, weight, targets = make_inputs(20, 16, 257)
+    x, weight, targets = make_inputs(5, 16, 257)
     wanted = run_backend(x, weight, targets, backend)[0]
     weight.requires_grad_()
     before = weight.detach().clone()
@@ -190,13 +193,13 @@ def test_backward_twice():
 
 
 def test_targets_outside_the_vocabulary_and_an_unknown_backend():
-    x, weight, targets = make_inputs(30, 8, 20)
+    x, weight, targets = make_inputs(6, 8, 20)
     with pytest.raises(ValueError, match="'fast' is not one of auto, reference, torch, triton"):
         linear_cross_entropy(x, weight, targets, "fast")
     for wrong in (20, -1, -100):
         targets[4] = wrong
         if not find_triton_problem(x.device, x.dtype):
-            logits, losses = x @ weight.T, x.new_empty(30)
+            logits, losses = x @ weight.T, x.new_empty(6)
             cross_entropy.triton_cross_entropy.softmax_cross_entropy(
                 logits, targets, losses, 1, True
             )
