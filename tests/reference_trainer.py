@@ -182,14 +182,12 @@ def attend(x, weights, name, model, positions, visible, cast):
         if norm and model.pos == "rope":
             part = rotate(part, positions, model.rope_base)
         heads.append(cast(part))
-    q, k, v = heads
-    out = []
-    for head in range(model.n_head):
-        own = head // (model.n_head // n_kv)
-        scores = q[:, head] @ k[:, own].mT / math.sqrt(size)  # (B, T, T)
-        shares = scores.masked_fill(~visible, -math.inf).softmax(-1)
-        out.append(cast(shares) @ v[:, own])
-    return multiply(torch.cat(out, -1), weights, f"{name}.proj", cast)
+    own = torch.arange(model.n_head) // (model.n_head // n_kv)  # a head's keys and values
+    q, k, v = heads[0], heads[1][:, own], heads[2][:, own]
+    scores = q @ k.mT / math.sqrt(size)  # (B, nh, T, T)
+    shares = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
+    out = cast(shares) @ v
+    return multiply(out.transpose(1, 2).flatten(2), weights, f"{name}.proj", cast)
 
 
 def mix_experts(x, weights, name, model, choice, cast):
@@ -202,20 +200,26 @@ def mix_experts(x, weights, name, model, choice, cast):
     if model.router.startswith("kern"):
         gates = ReviveDead.apply(gates, logits.mean(-1, keepdim=True))
     gates = gates * weights[f"{name}.router.c"] * weights.get(f"{name}.router.gamma", 1)
-    y = torch.zeros_like(x)
-    tokens = cast(x)
-    w_in = cast(weights[f"{name}.experts.w_in"])
-    w_out = cast(weights[f"{name}.experts.w_out"])
-    for expert in range(model.n_expert):
-        rows, places = (chosen == expert).nonzero(as_tuple=True)
-        hidden = cast(activate(cast(tokens[rows] @ w_in[expert]), model))
-        out = cast(hidden @ w_out[expert])
-        y = y.index_add(0, rows, gates[rows, places, None] * out)
-    y = cast(y)
+    w_in = cast(weights[f"{name}.experts.w_in"])[chosen]  # (N, K, C, H)
+    w_out = cast(weights[f"{name}.experts.w_out"])[chosen]
+    hidden = cast(activate(cast(torch.einsum("nc,nkch->nkh", cast(x), w_in)), model))
+    out = cast(torch.einsum("nkh,nkhc->nkc", hidden, w_out))
+    y = cast((gates[..., None] * out).sum(1))
     if model.n_shared_expert:
         hidden = activate(multiply(x, weights, f"{name}.shared.w_in", cast), model)
         y = y + multiply(hidden, weights, f"{name}.shared.w_out", cast)
     return y, Layer(own_logits, logits, find_scores(logits), gates, chosen)
+
+
+def list_starts(tokens, end_of_text):
+    """Where the document of each position begins."""
+    starts = []
+    for position, token in enumerate(tokens):
+        if token == end_of_text or not starts:
+            starts.append(position)
+        else:
+            starts.append(starts[-1])
+    return starts
 
 
 def compute_loss(config, weights, x, y, choices, end_of_text, cast=EXACT):
@@ -225,10 +229,7 @@ def compute_loss(config, weights, x, y, choices, end_of_text, cast=EXACT):
     position = torch.arange(T)
     start = torch.zeros(B, T, dtype=torch.int64)  # of the document of each position
     if config.data.document_mask:
-        for row in range(B):
-            for column in range(T):
-                before = start[row, column - 1] if column else 0
-                start[row, column] = column if x[row, column] == end_of_text else before
+        start = torch.tensor([list_starts(row, end_of_text) for row in x.tolist()])
     visible = (position <= position[:, None]) & (position >= start[:, :, None])
     positions = position - start
     stream = weights["wte.weight"][x]
