@@ -1,6 +1,7 @@
 """gate_norm.py, common/quadrature.py: brute force, the norm of fresh models, what is refused."""
 
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -33,6 +34,13 @@ def settings(**update):
     return Config().model.model_copy(update={**sizes, "init_std": 0.06, "gate_norm": 2.5, **update})
 
 
+@cache
+def draw_sorted(n_expert):
+    """Standard normal logits of 40,000 tokens, each token's in descending order."""
+    draws = np.random.default_rng(1).standard_normal((40_000, n_expert))
+    return torch.from_numpy(draws).sort(descending=True).values
+
+
 @pytest.mark.parametrize(
     ("n_expert", "top_k", "tau"), [(64, 8, 0.554), (8, 2, 0.1), (4, 4, 3.0), (16, 1, 9.0)]
 )
@@ -41,8 +49,7 @@ def test_expectation_against_brute_force(name, n_expert, top_k, tau, monkeypatch
     sampled = name not in EXACT.split() or tau > 6
     if not sampled:
         monkeypatch.setattr(gate_norm, "sample_square", None)  # a formula must do
-    draws = torch.from_numpy(np.random.default_rng(1).standard_normal((40_000, n_expert)))
-    s = tau * draws.sort(descending=True).values
+    s = tau * draw_sorted(n_expert)
     squares = GATES[name](s, s[:, :top_k]).square().sum(1)
     expectation = expected_square(ROUTERS[name], n_expert, top_k, tau)
     error = squares.std().item() / math.sqrt(len(s)) + (1e-3 * expectation if sampled else 0)
