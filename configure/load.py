@@ -394,7 +394,7 @@ def is_deep(value: Any) -> bool:
             elif isinstance(item, list):
                 inner += item
         level = inner
-    return bool(level)
+    return any(isinstance(item, dict | list) for item in level)
 
 
 def _suggest_file(path: Path) -> str:

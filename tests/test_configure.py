@@ -1,5 +1,6 @@
 """configure/: values and their precedence, errors and their remedies, names of runs, help."""
 
+import json
 import re
 import shlex
 import tomllib
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from runs import REPO_ROOT
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from common.ranks import read_rank_variable
 from configure import (
     ConfigError,
     dumps,
@@ -22,7 +24,7 @@ from configure import (
 )
 from configure.check import format_toml
 from configure.load import _print_note
-from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
+from configure.schema import KEYS, ROUTER_FILE, SECTIONS, Mix, read_router_names
 from model import count_parameters
 from router import ROUTERS
 from runtime import RunError
@@ -85,6 +87,16 @@ def test_any_text_is_written_as_toml(text):
     assert tomllib.loads(f"x = {format_toml({text: text})}") == {"x": {text: text}}
 
 
+def test_mixtures_are_equal_if_their_parts_are():
+    mix = Mix({"b": 0.6, "a": 0.1 + 0.2})
+    assert list(mix) == ["a", "b"] and str(mix) == "a 0.3 + b 0.6"
+    for other in ({"a": 0.3, "b": 0.6}, {"b": 2, "a": 1}, {"a": 1e300, "b": 2e300}):
+        assert mix == Mix(other) and hash(mix) == hash(Mix(other)) and (mix != Mix(other)) is False
+    for other in ({"a": 0.3}, {"a": 0.3, "b": 0.6, "c": 0.1}, {"a": 0.3, "b": 0.600001}, {}):
+        assert mix != Mix(other) and mix != other and (mix == Mix(other)) is False
+    assert Mix({}) == {}
+
+
 @pytest.mark.parametrize("key", ["branch_from", "init_from"])
 def test_two_spellings_of_a_folder_make_one_run(write, key):
     wsd = ["--optim.schedule=wsd"]
@@ -122,6 +134,11 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys, monkeypatc
         ("model.n_heads = 8", "model.n_heads = 8: unknown key; did you mean 'model.n_head'?"),
         ("evall.interval = 8", "did you mean 'eval.interval'?"),
         ("n_layer = 8", "did you mean 'model.n_layer'?"),
+        ("model.hidden_size = 8", "did you mean 'model.n_embd'?"),  # of other projects
+        ("num_experts_per_tok = 8", "did you mean 'model.top_k'?"),
+        ("train.max_iters = 8", "did you mean 'train.max_steps'?"),
+        ("optim.learning_rate = 8", "did you mean 'optim.lr'?"),
+        ("train.out_dir = 8", "did you mean 'run.dir'?"),
         ("train = 3", "train = 3: is a section"),
         ("model.n_layer = true", "model.n_layer = True: Input should be a valid integer"),
         ('model.router = "kernel"', "did you mean 'kern'?"),
@@ -134,6 +151,8 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys, monkeypatc
         ("train.max_steps = " + "9" * 5000, "is not TOML: "),
         ("train.max_steps = " + "[" * 5000, "is not TOML: "),
         ("a" + ".a" * 5000 + " = 1", "is not TOML: more than 20 keys in one another"),
+        ("a" + ".a" * 20 + " = 1", "is not TOML: more than 20 keys in one another"),
+        ("a" + ".a" * 19 + " = 1", "a" + ".a" * 19 + " = 1: unknown key"),
     ],
 )
 def test_a_wrong_line_of_a_file(write, line, names):
@@ -147,7 +166,8 @@ def test_a_wrong_line_of_a_file(write, line, names):
     ("override", "names"),
     [
         ("--train.max_steps=1e3", "train.max_steps = 1000.0: Input should be a valid integer"),
-        ("--train.max_steps=" + "9" * 5000, "…: Input should be a valid integer"),
+        ("--train.max_steps=" + "9" * 5000, f" = '{'9' * 199}…: Input should be a valid integer"),
+        (f"--optim.lr={'a' * 198}", f" = '{'a' * 198}': Input should be a valid number"),
         ("--data.mix={b = inf}", "data.mix = {'b': inf}: 'b': "),
         ("--data.mix={b: 1}", "data.mix = '{b: 1}': "),
         ("--train.max_steps=1\nrun.seed = 2", r"train.max_steps = '1\nrun.seed = 2': "),
@@ -193,173 +213,125 @@ def test_all_errors_are_reported_at_once_with_their_source(write):
 BRANCH = "--train.branch_from=x --optim.schedule=wsd"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "names", "remedies"),
-    [
-        ("--model.n_embd=100", 1, "model.n_embd = 100 does not divide into model.n_head = 12", 1),
-        ("--model.n_embd=36 --model.pos=rope", 1, "heads of even width, which rope needs", 1),
-        (
-            "--model.n_kv_head=64",
-            1,
-            "model.n_kv_head = 64 does not divide n_head = 12; set --model.n_kv_head=4",
-            1,
-        ),
-        ("--model.n_expert=4", 1, "model.top_k = 8 is more than model.n_expert = 4", 2),
-        ("--model.gated=true --model.bias=true", 1, "model.gated = true has no biases", 2),
-        ("--model.gate_norm=2 --model.gate_scale=3", 1, "model.gate_norm = 2.0", 2),
-        ("--model.n_dense_layer=12", 1, "leaves none of 12 layers with experts", 2),
-        (
-            "--model.n_hash_layer=12 --model.n_dense_layer=1",
-            1,
-            "model.n_hash_layer = 12 is more than the 11 with",
-            1,
-        ),
-        (
-            "--model.n_hash_layer=1 --model.router=dense",
-            1,
-            "model.n_hash_layer = 1: a dense model has no experts",
-            1,
-        ),
-        (
-            "--model.router_groups=6",
-            1,
-            "model.router_groups = 6 does not divide model.n_expert = 64; "
-            "set --model.router_groups=2",
-            1,
-        ),
-        (
-            "--model.router_groups=4 --model.router_group_k=5",
-            1,
-            "model.router_group_k = 5 is more than model.router_groups = 4; "
-            "set --model.router_group_k=4",
-            1,
-        ),
-        (
-            "--model.router_groups=16 --model.router_group_k=1",
-            1,
-            "model.top_k = 8 is more than the 4 experts of model.router_group_k = 1 groups of 4; "
-            "set --model.router_group_k=2",
-            1,
-        ),
-        (
-            "--model.router_groups=4 --model.router_group_k=2 --model.n_hash_layer=1",
-            1,
-            "model.router_groups = 4: the layers of model.n_hash_layer = 1 choose no experts by",
-            1,
-        ),
-        (
-            "--model.router_groups=4 --model.router_group_k=2 --train.bias_update=quantile",
-            1,
-            "train.bias_update = quantile: model.router_groups = 4 chooses experts by no one",
-            1,
-        ),
-        (
-            "--model.n_hash_layer=12 --train.balance_loss_coef=1",
-            1,
-            "model.n_hash_layer = 12 leaves no loads that",
-            1,
-        ),
-        (
-            "--train.bias_update=quantile --train.bias_update_rate=0.1",
-            1,
-            "train.bias_update_rate = 0.1 is no setting",
-            2,
-        ),
-        (
-            "--train.bias_update=quantile --model.top_k=64",
-            1,
-            "train.bias_update = quantile: each token takes all",
-            1,
-        ),
-        (
-            "--train.batch_size=24 --train.micro_batch_size=8",
-            4,
-            "train.batch_size = 24 is not a multiple of",
-            2,
-        ),
-        ("--train.batch_size=100", 8, "train.batch_size = 100 is not a multiple of", 1),
-        (
-            "--optim.warmup_steps=60_000",
-            1,
-            "optim.warmup_steps = 60000 is more than the 50000 steps before the end",
-            1,
-        ),
-        (
-            "--optim.schedule=wsd --optim.warmup_steps=40_001",
-            1,
-            "the 40000 steps before the decay",
-            1,
-        ),
-        (
-            "--eval.tasks=a --eval.interval=50 --eval.task_interval=120",
-            1,
-            "eval.task_interval = 120",
-            1,
-        ),
-        ("--optim.transfer=mup --optim.base_hidden=9", 1, "optim.base_width = 0 is no width", 2),
-        (
-            "--optim.transfer=mup --optim.base_width=64",
-            1,
-            "as --optim.base_hidden=256 if its ratio to n_embd was this model's",
-            1,
-        ),
-        (
-            "--optim.transfer=mup --optim.base_width=64 --optim.base_hidden=128 --optim.name=muon",
-            1,
-            "optim.base_hidden = 128 of optim.base_width = 64 is another ratio than 3072 of 768",
-            2,
-        ),
-        (
-            "--optim.transfer=mup --optim.base_width=100 --optim.base_hidden=9",
-            1,
-            "optim.base_width = 100 does not divide into heads of this model's size",
-            1,
-        ),
-        (
-            "--optim.transfer=mup --optim.base_width=64 --optim.base_hidden=256"
-            " --train.init_from=x",
-            1,
-            "train.init_from = x: optim.transfer = mup scales random",
-            1,
-        ),
-        (
-            "--optim.transfer=mup --optim.base_width=64 --optim.base_hidden=256"
-            " --model.gate_norm=2",
-            1,
-            "model.gate_norm = 2: optim.transfer = mup",
-            1,
-        ),
-        ("--train.branch_from=x", 1, "train.branch_from = x needs a decay that may follow", 1),
-        ("--train.branch_step=5", 1, "train.branch_step = 5 needs a trunk", 1),
-        (
-            f"{BRANCH} --optim.decay_fraction=0.0",
-            1,
-            "optim.decay_fraction = 0: a branch decays a part",
-            1,
-        ),
-        (
-            f"{BRANCH} --optim.decay_fraction=1 --optim.warmup_steps=0",
-            1,
-            "a branch decays a part",
-            1,
-        ),
-        (f"{BRANCH} --train.branch_step=50_000", 1, "is not step 40000, where the decay begins", 1),
-        (
-            "--data.mix={a=1} --data.name=b",
-            1,
-            "data.name = b would change nothing beside data.mix = a 1",
-            1,
-        ),
-    ],
-)
-def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size, names, remedies):
-    file, overrides = write(), overrides.split()
-    text = message(file, *overrides, world_size=world_size)
-    assert names in text and "\n" not in text
-    proposed = re.findall(r"--\S+=[^\s,;]+", text)
-    assert len(proposed) == remedies
-    for remedy in proposed:
-        load(file, [*overrides, remedy], world_size)
+# overrides, and on how many ranks: the whole message
+CLASHES = """
+--model.n_embd=100
+    model.n_embd = 100 does not divide into model.n_head = 12 heads of equal width; set
+    --model.n_embd=108
+--model.n_embd=36 --model.pos=rope
+    model.n_embd = 36 does not divide into model.n_head = 12 heads of even width, which rope
+    needs; set --model.n_embd=48
+--model.n_kv_head=64
+    model.n_kv_head = 64 does not divide n_head = 12; set --model.n_kv_head=4
+--model.n_expert=4
+    model.top_k = 8 is more than model.n_expert = 4; set --model.top_k=4 or
+    --model.n_expert=8
+--model.gated=true --model.bias=true
+    model.gated = true has no biases; set --model.bias=false or --model.gated=false
+--model.gate_norm=2 --model.gate_scale=3
+    model.gate_norm = 2.0 and model.gate_scale = 3.0 clash; set --model.gate_scale=1 or
+    --model.gate_norm=0
+--model.n_dense_layer=12
+    model.n_dense_layer = 12 leaves none of 12 layers with experts; set
+    --model.n_dense_layer=11 or --model.router=dense
+--model.n_hash_layer=12 --model.n_dense_layer=1
+    model.n_hash_layer = 12 is more than the 11 with experts; set --model.n_hash_layer=11
+--model.n_hash_layer=1 --model.router=dense
+    model.n_hash_layer = 1: a dense model has no experts; set --model.n_hash_layer=0
+--model.router_groups=6
+    model.router_groups = 6 does not divide model.n_expert = 64; set --model.router_groups=2
+--model.router_groups=4 --model.router_group_k=5
+    model.router_group_k = 5 is more than model.router_groups = 4; set
+    --model.router_group_k=4
+--model.router_groups=16 --model.router_group_k=1
+    model.top_k = 8 is more than the 4 experts of model.router_group_k = 1 groups of 4; set
+    --model.router_group_k=2
+--model.router_groups=4 --model.router_group_k=2 --model.n_hash_layer=1
+    model.router_groups = 4: the layers of model.n_hash_layer = 1 choose no experts by
+    scores; set --model.n_hash_layer=0
+--model.router_groups=4 --model.router_group_k=2 --train.bias_update=quantile
+    train.bias_update = quantile: model.router_groups = 4 chooses experts by no one
+    threshold, whose quantile it needs; set --train.bias_update=sign
+--model.n_hash_layer=12 --train.balance_loss_coef=1
+    model.n_hash_layer = 12 leaves no loads that train.balance_loss_coef, bias_update or
+    bias_update_rate could balance; leave them out or set --model.n_hash_layer=11
+--train.bias_update=quantile --train.bias_update_rate=0.1
+    train.bias_update_rate = 0.1 is no setting of train.bias_update = quantile; set
+    --train.bias_update_rate=0 or --train.bias_update=sign
+--train.bias_update=quantile --model.top_k=64
+    train.bias_update = quantile: each token takes all experts anyway; set
+    --train.bias_update=sign
+--train.batch_size=24 --train.micro_batch_size=8 on 4 ranks
+    train.batch_size = 24 is not a multiple of train.micro_batch_size = 8 times 4 rank(s) =
+    32; set --train.batch_size=32 or --train.micro_batch_size=2
+--train.batch_size=100 on 8 ranks
+    train.batch_size = 100 is not a multiple of train.micro_batch_size = 32 times 8 rank(s)
+    = 256; set --train.batch_size=256
+--optim.warmup_steps=60_000
+    optim.warmup_steps = 60000 is more than the 50000 steps before the end; set
+    --optim.warmup_steps=5000
+--optim.schedule=wsd --optim.warmup_steps=40_001
+    optim.warmup_steps = 40001 is more than the 40000 steps before the decay; set
+    --optim.warmup_steps=4000
+--eval.tasks=a --eval.interval=50 --eval.task_interval=120
+    eval.task_interval = 120 is not a multiple of eval.interval = 50, and tasks are scored
+    at evaluations; set --eval.task_interval=150
+--optim.transfer=mup --optim.base_hidden=9
+    optim.transfer = mup: optim.base_width = 0 is no width; set it to the model.n_embd at
+    which optim.lr was tuned, as --optim.base_width=128, or set --optim.transfer=none
+--optim.transfer=mup --optim.base_width=64
+    optim.transfer = mup: optim.base_hidden = 0 is no width; set it to the (top_k +
+    n_shared_expert) * expert_hidden at which optim.lr was tuned, as --optim.base_hidden=256
+    if its ratio to n_embd was this model's
+--optim.transfer=mup --optim.base_width=64 --optim.base_hidden=128 --optim.name=muon
+    optim.base_hidden = 128 of optim.base_width = 64 is another ratio than 3072 of 768, and
+    Muon's rates are known for one ratio; set model.expert_hidden to keep it,
+    --optim.base_hidden=256 if it was kept, or --optim.name=adamw
+--optim.transfer=mup --optim.base_width=100 --optim.base_hidden=9
+    optim.base_width = 100 does not divide into heads of this model's size, model.n_embd /
+    model.n_head = 64; set --optim.base_width=128 or another model.n_head
+--optim.transfer=mup --optim.base_width=64 --optim.base_hidden=256 --train.init_from=x
+    train.init_from = x: optim.transfer = mup scales random initial weights, and these are
+    trained; set --optim.transfer=none
+--optim.transfer=mup --optim.base_width=64 --optim.base_hidden=256 --model.gate_norm=2
+    model.gate_norm = 2: optim.transfer = mup makes all gates count as gates of norm
+    sqrt(top_k); set --model.gate_norm=0, and --model.gate_scale for a factor on that norm
+--train.branch_from=x
+    train.branch_from = x needs a decay that may follow; set --optim.schedule=wsd
+--train.branch_step=5
+    train.branch_step = 5 needs a trunk; name it (train.branch_from), or set
+    --train.branch_step=0
+--train.branch_from=x --optim.schedule=wsd --optim.decay_fraction=0.0
+    optim.decay_fraction = 0: a branch decays a part; set --optim.decay_fraction=0.2
+--train.branch_from=x --optim.schedule=wsd --optim.decay_fraction=1 --optim.warmup_steps=0
+    optim.decay_fraction = 1: a branch decays a part; set --optim.decay_fraction=0.2
+--train.branch_from=x --optim.schedule=wsd --train.branch_step=50_000
+    train.branch_step = 50000 is not step 40000, where the decay begins
+    (optim.decay_fraction = 0.2 of train.max_steps = 50000); set --train.branch_step=40000
+--train.force_balance=true --eval.tasks=a,b
+    eval.tasks = a,b: train.force_balance is only to measure speed; set one of --eval.tasks=
+    and --train.force_balance=false
+--train.expert_parallel=48 --model.n_expert=64
+    model.n_expert = 64 does not divide among train.expert_parallel = 48 ranks; set
+    --train.expert_parallel=16
+--data.mix={a=1} --data.name=b
+    data.name = b would change nothing beside data.mix = a 1; add --data.mix={} to train on
+    that set alone, or leave data.name out
+"""
+CLASHES = {
+    case: " ".join(says.split())
+    for case, says in re.findall(r"(?m)^(--.+)\n((?: +.+\n)+)", CLASHES)
+}
+
+
+@pytest.mark.parametrize("case", CLASHES)
+def test_settings_that_clash_and_every_remedy_works(write, case):
+    overrides, _, ranks = case.partition(" on ")
+    world_size = int(ranks.partition(" ")[0] or 1)
+    text = message(write(), *overrides.split(), world_size=world_size)
+    assert text == CLASHES[case]
+    for remedy in re.findall(r"--\S+=[^\s,;]+", text):
+        load(write(), [*overrides.split(), remedy], world_size)
 
 
 # settings that are just valid: the same, one step further
@@ -378,6 +350,10 @@ JUST_VALID = {
     "--eval.interval=50 --eval.task_interval=120": "--eval.interval=50 --eval.task_interval=120 "
     "--eval.tasks=sciq",
     "--data.mix={a=1}": "--data.mix={a=0}",
+    "--model.router_groups=16 --model.router_group_k=2": "--model.router_groups=16 "
+    "--model.router_group_k=1",
+    "--model.n_expert=64 --train.expert_parallel=64": "--model.n_expert=64 "
+    "--train.expert_parallel=65",
 }
 
 
@@ -435,17 +411,63 @@ def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
 
 
 # ---- help and the command line
+NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
+RANGES = {  # of keys that are no choice
+    f"string matching ^({NAME})?$": "run.name",
+    f"string matching ^{NAME}$": "data.name",
+    r"string matching ^(\d+(,\d+)*)?$": "train.keep_steps",
+    "string matching ^([A-Za-z0-9_.+-]+(,[A-Za-z0-9_.+-]+)*)?$": "eval.tasks",
+    "string": "run.dir data.dir train.init_from train.branch_from eval.tasks_dir log.project "
+    "log.group",
+    "object": "data.mix",
+    "boolean": "model.gated model.tie_embeddings model.bias data.document_mask train.match_gates "
+    "train.activation_checkpointing train.force_balance train.deterministic optim.muon_split "
+    "log.tensorboard",
+    "integer >= -1": "train.checkpoint_interval",
+    "integer >= 0": "train.branch_step optim.base_width optim.base_hidden optim.base_layers "
+    "optim.warmup_steps eval.task_interval eval.task_limit",
+    "integer >= 0, < 4294967296": "run.seed",
+    "integer >= 0, <= 1024": "model.n_kv_head model.n_shared_expert model.n_dense_layer "
+    "model.n_hash_layer",
+    "integer >= 1": "train.max_steps train.expert_parallel train.max_skipped_steps "
+    "train.keep_checkpoints eval.interval eval.windows log.interval",
+    "integer >= 1, <= 1024": "model.n_layer model.n_head model.router_groups model.router_group_k",
+    "integer >= 1, <= 16384": "model.n_expert model.top_k",
+    "integer >= 1, <= 131072": "model.n_embd model.expert_hidden",
+    "integer >= 1, <= 1048576": "model.block_size",
+    "integer >= 1, <= 16777216": "train.batch_size train.micro_batch_size",
+    "integer >= 2, <= 65536": "model.vocab_size",
+    "number > 0": "model.norm_eps model.init_std model.router_init_ratio train.spike_sigma "
+    "optim.lr optim.eps",
+    "number > 0, <= 10080": "train.timeout_minutes",
+    "number > 0, <= 65536": "model.gate_scale",
+    "number >= 0": "train.balance_loss_coef train.z_loss_coef train.bias_update_rate "
+    "train.checkpoint_minutes optim.router_lr_ratio optim.expert_out_lr_ratio optim.weight_decay "
+    "optim.grad_clip",
+    "number >= 0, < 1": "model.dropout train.ema_decay optim.momentum optim.beta1 optim.beta2",
+    "number >= 0, <= 1": "optim.decay_fraction optim.min_lr_ratio",
+    "number >= 0, <= 65536": "model.gate_norm",
+    "number >= 1": "model.rope_base",
+}
+
+
 def test_help_lists_every_key_with_type_default_range_and_meaning(capsys):
     with pytest.raises(SystemExit) as caught:
         from_command_line(["no_such_file.toml", "--model.router=x", "--help"])
     text, err = capsys.readouterr()
     assert caught.value.code == 0 and not err and text.startswith("usage: python train.py FILE")
-    flat = " ".join(text.split())
-    for key, schema in KEYS.items():
-        assert schema["description"] and " ".join(schema["description"].split()) in flat
-        assert len(re.findall(rf"^  --{re.escape(key)} +\S", text, re.MULTILINE)) == 1
-    for kind in ("(one of learned, rope)", "(integer >= 2, <= 65536)", "(boolean)"):
-        assert kind in flat
+    entries = re.findall(r"(?m)^  --(\S+) +(\S+) +(.+(?:\n {9,}.+)*)", text)
+    assert [key for key, _, _ in entries] == list(KEYS)
+    ranges = {key: kind for kind, keys in RANGES.items() for key in keys.split()}
+    for key, default, meaning in entries:
+        schema = KEYS[key]
+        choices = ", ".join(schema.get("enum", []))
+        kind = f"one of {choices}" if choices else ranges.get(key, "")
+        words = " ".join(meaning.split())
+        assert schema["description"] and json.loads(default) == schema["default"]
+        assert words.startswith(f"{schema['description']} ({kind}") and words[-1] == ")"
+        assert not kind or words == f"{schema['description']} ({kind})"
+    assert ranges.keys() <= KEYS.keys()
     assert re.findall(r"^\[(\w+)\]$", text, re.MULTILINE) == list(SECTIONS)
     assert max(map(len, text.splitlines())) <= 120
 
@@ -515,6 +537,24 @@ def test_a_wrong_command_line_exits_with_2_and_only_rank_0_prints(
         failure = ProcessFailure(1, 7, 2, str(tmp_path / "error.json"))
         assert says.removeprefix("error: ") in str(failure.message)
         (tmp_path / "error.json").unlink()
+
+
+@pytest.mark.parametrize("name, least", [("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)])
+def test_a_variable_that_torchrun_never_sets(write, capsys, monkeypatch, name, least):
+    """Each process says so, before the file is read."""
+    for text in (str(least), "999999"):
+        monkeypatch.setenv(name, text)
+        assert read_rank_variable(name) == int(text)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for text in ("", "x", str(least - 1), "1000000", "1.0", "+1", " 1", "٣"):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(SystemExit) as caught:
+            from_command_line(["no_such_file.toml"])
+        said = (
+            f"error: {name} = {text!r} in the environment: expected a whole number of at least "
+            f"{least}, as torchrun sets it; start with torchrun, or unset {name}\n"
+        )
+        assert (caught.value.code, capsys.readouterr()) == (2, ("", said))
 
 
 def test_commands_of_a_refusal_keep_the_overrides(tmp_path):
