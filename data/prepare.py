@@ -315,6 +315,7 @@ def _open_inputs(
     notes: list[str] = []
     inputs = [] if from_hub else _list_local_inputs(args, notes)
     val_inputs = validation_inputs(args.val_source, inputs, notes, args.corpus == "text")
+    val_inputs = [file._replace(separator=args.separator) for file in val_inputs]
     empty = [file.name for file in inputs + val_inputs if not file.size]
     if empty:
         notes.append(f"{plural(len(empty), 'file')} without content, such as {empty[0]}")

@@ -140,6 +140,17 @@ def test_val_source(run, tmp_path, small_batches, many_workers):
     assert "already there" in run(*args)
 
 
+def test_a_separator_splits_the_validation_files_too(run, tmp_path):
+    texts = {"a.txt": ["one", "two", "three"], "b.txt": ["four", "five"]}
+    for name, parts in texts.items():
+        (tmp_path / name).write_text("</s>".join(parts))
+    args = ["text", "--source", tmp_path / "a.txt", "--val-source", tmp_path / "b.txt"]
+    out = run(*args, "--separator", "</s>")
+    assert "found </s>" not in out
+    wanted = {"train": texts["a.txt"], "val": texts["b.txt"]}
+    assert documents_of(tmp_path / "out/text") == wanted
+
+
 def test_shakespeare_is_nanogpts_characters(run, tmp_path):
     """As data/shakespeare_char/prepare.py of nanoGPT splits them: the first int(0.9 n) are for
     training.
