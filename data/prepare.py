@@ -50,7 +50,7 @@ from data.sources import (
     local_inputs,
     stdlib_inputs,
 )
-from data.tokenizer import TOKENIZERS, load_tokenizer
+from data.tokenizer import TOKENIZER_FILE, TOKENIZERS, identity, load_tokenizer
 from data.workers import Position, encode_inputs
 from data.writer import (
     PROGRESS_FILE,
@@ -358,7 +358,8 @@ def _tokenize(
     args: argparse.Namespace,
 ) -> Progress:
     """Write the documents of `inputs`, from where an earlier process stopped; returns the end."""
-    progress = resume_progress(writer.partial, provenance, args.force)
+    made_from = provenance | {"tokenizer_files": identity(encoder.tokenizer)}
+    progress = resume_progress(writer.partial, made_from, args.force)
     writer.resume(progress.splits)
     total_bytes = sum(file.size for file in inputs)
     workers = min(args.workers, 1 + total_bytes // WORKER_BYTES)
@@ -498,6 +499,9 @@ def _check_existing(folder: Path, provenance: dict, args: argparse.Namespace) ->
         print(f"{folder} has no {INPUTS_FILE}, so its input files are not compared")
         now = {key: value for key, value in now.items() if "inputs" not in key}
     recorded = {key: meta.source.get(key) for key in now}
+    if Path(args.tokenizer, TOKENIZER_FILE).is_file():
+        now["tokenizer_files"] = identity(load_tokenizer(args.tokenizer))
+        recorded["tokenizer_files"] = meta.tokenizer
     changes = describe_changes(recorded, now)
     if changes:
         raise DataError(

@@ -294,6 +294,8 @@ def resume_progress(partial: Path, provenance: dict, force: bool) -> Progress:
     Raises DataError if the record has another provenance or is damaged; `force` starts over.
     """
     progress = read_progress(partial)
+    if progress:  # an older record lacks it
+        progress.made_from.setdefault("tokenizer_files", provenance.get("tokenizer_files"))
     if progress and progress.made_from == provenance:
         return progress
     if (partial / PROGRESS_FILE).exists() and not force:
@@ -321,6 +323,8 @@ def describe_changes(before: dict, now: dict) -> str:
             texts.append("the input files differ")
         elif key == "val_inputs":
             texts.append("the files of --val-source differ")
+        elif key == "tokenizer_files":
+            texts.append("the files of --tokenizer differ")
         else:
             texts.append(f"{key} {before.get(key)!r}, now {now.get(key)!r}")
     return "; ".join(texts)

@@ -113,6 +113,18 @@ def test_a_set_of_other_arguments_is_started_over(run, books, tmp_path, undistur
     assert snapshot(tmp_path / "out") == undisturbed
 
 
+def test_a_set_begun_before_tokenizers_were_recorded_resumes(
+    run, books, tmp_path, undisturbed, stop_at
+):
+    stop_at(13, *books)
+    record = tmp_path / "out/text.partial/progress.json"
+    content = json.loads(record.read_text())
+    del content["made_from"]["tokenizer_files"]
+    record.write_text(json.dumps(content))
+    assert "resuming after" in run(*books)
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
 def test_a_set_with_a_damaged_record_is_started_over(run, books, tmp_path, undisturbed, stop_at):
     stop_at(13, *books)
     (tmp_path / "out/text.partial/progress.json").write_text("{")

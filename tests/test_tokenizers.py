@@ -226,6 +226,35 @@ def test_a_set_keeps_every_token_of_the_text(run, folders, tmp_path):
     assert "losses" not in read_meta(tmp_path / "out/text").source
 
 
+@pytest.mark.parametrize("change", ["tokenizer.json", "config.json"])
+def test_a_set_is_of_one_tokenizer(
+    run, folders, tmp_path, monkeypatch, small_batches, stop_at, change
+):
+    """Its folder changes while the set is unfinished, or after that."""
+    names = ("tokenizer.json", "config.json")
+    first = {name: (folders["byte level"] / name).read_bytes() for name in names}
+    folder = write_tree(tmp_path / "tokenizer", first)
+    source = write_tree(tmp_path / "in", {"a.jsonl": jsonl(MIXED[:60])})
+    args = ("text", "--source", source, "--tokenizer", folder, "--val-fraction", 0.3)
+    stop_at(9, *args)
+    changed = {"tokenizer.json": first["tokenizer.json"], "config.json": b'{"eos_token_id": 2}'}
+    if change == "tokenizer.json":
+        body = json.loads(first[change])
+        vocabulary = body["model"]["vocab"]
+        vocabulary["e"], vocabulary["o"] = vocabulary["o"], vocabulary["e"]
+        changed = {change: json.dumps(body).encode()}
+    write_tree(folder, changed)
+    assert "(the files of --tokenizer differ): resume with those" in run(*args, code=2)
+    write_tree(folder, first)
+    assert "resuming after" in run(*args) and "already there" in run(*args)
+    read = documents_of(tmp_path / "out/text")
+    assert sorted(read["train"] + read["val"]) == sorted(MIXED[:60])
+    write_tree(folder, changed)
+    assert "have changed (the files of --tokenizer differ): replace it" in run(*args, code=2)
+    (folder / "tokenizer.json").unlink()  # a set does not need the files that it was made of
+    assert "already there" in run(*args)
+
+
 @pytest.mark.parametrize(
     ("config", "tokenizer_config", "says"),
     [
