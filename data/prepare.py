@@ -58,6 +58,7 @@ from data.writer import (
     Writer,
     describe_changes,
     find_revision,
+    refuse_foreign_files,
     remove_leftovers,
     resume_progress,
 )
@@ -284,6 +285,8 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         print(f"already there: {describe_set(meta, folder)}")
         remove_leftovers(folder)
         return
+    refuse_foreign_files(folder)
+    refuse_foreign_files(partial_folder(folder))
     hashes: Record = read_record(partial_folder(folder), INPUTS_FILE)
     inputs, encoder, provenance = _open_inputs(args, provenance, partial_folder(folder), hashes)
     recorded: dict[str, Any] = {}  # what the preparation finds

@@ -214,7 +214,9 @@ def test_files_that_change_while_they_are_read_are_an_error(run, tmp_path, monke
 
 
 @pytest.mark.parametrize("folder", ["text", "text.partial"])
-def test_a_foreign_folder_is_not_changed(run, books, tmp_path, folder):
+def test_a_foreign_folder_is_not_changed(run, books, tmp_path, monkeypatch, folder):
+    """Nor is a file read before that."""
+    monkeypatch.setattr(prepare, "hash_inputs", None)
     write_tree(tmp_path / "out" / folder, {"thesis.txt": b"mine", "meta.json": b"{}"})
     before = snapshot(tmp_path / "out")
     out = run(*books, "--force", code=2)
@@ -413,7 +415,9 @@ BAD_ARGUMENTS = {
 
 
 @pytest.mark.parametrize("args", BAD_ARGUMENTS)
-def test_bad_arguments(run, tmp_path, args):
+def test_bad_arguments(run, tmp_path, monkeypatch, args):
+    """Refused before a file is read as a whole."""
+    monkeypatch.setattr(prepare, "hash_inputs", None)
     assert re.search(BAD_ARGUMENTS[args], run(*args.split(), code=2), re.S)
     assert not (tmp_path / "out").exists()
 
