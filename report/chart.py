@@ -249,10 +249,11 @@ def scale_key_axis(axes: Axes, group: Group) -> None:
 
     A tick that would touch the one to its left has no text.
     """
-    smallest = min(abs(x) for x in group.xs if x)
+    smallest = min((abs(x) for x in group.xs if x), default=1)
     axes.set_xscale("symlog", base=2, linscale=0.5, linthresh=smallest)
     places = axes.transScale.transform([(x, 0) for x in group.xs])[:, 0]
-    characters = AXIS_CHARACTERS * (places - places[0]) / np.ptp(places)
+    length = np.ptp(places) or 1.0  # 0 of a single value
+    characters = AXIS_CHARACTERS * (places - places[0]) / length
     texts = []
     end = -math.inf
     for x, middle in zip(group.xs, characters, strict=True):

@@ -16,11 +16,11 @@ NUMBERS: dict[str, list[PaperTable]] = tomllib.loads((FOLDER / "paper_numbers.to
 def find_paper_table(experiment: str, values: Mapping[str, Any]) -> PaperTable:
     """The table of an experiment whose conditions `values` ({key: value} of a config) meet.
 
-    {} without one.
+    {} without one, also if `values` lacks a condition's key, which then varies.
     """
     for table in NUMBERS.get(experiment, []):
         conditions = table.get("where", {})
-        if all(values[key] == value for key, value in conditions.items()):
+        if all(values.get(key) == value for key, value in conditions.items()):
             return table
     return {}
 

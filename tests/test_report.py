@@ -22,10 +22,12 @@ from fake_runs import (
 )
 from scipy import stats
 
+from model import GPT
 from report import tables
 from report.__main__ import make_report_parser
 from report.comparisons import compare_group
 from report.groups import group_runs
+from report.overview import build_overview, count_states
 from report.page import build_sections, read_report
 from report.paper import NUMBERS, build_paper_table
 from report.runs import read_run, read_runs
@@ -92,6 +94,71 @@ def test_runs_on_other_text_are_refused(tmp_path):
     groups, notes = load(softmax, more, other)  # the other group stands
     assert [group.label for group in groups] == ["other"]
     assert "number of validation windows" in notes[-1]
+
+
+def test_the_table_of_runs(tmp_path):
+    """Settings in the order they came in; of each the finished runs by loss, then the others."""
+    runs = {
+        "a": make_run(tmp_path / "a", "model.n_layer=3"),
+        "b": make_run(tmp_path / "b", end=2.0),
+        "c": make_run(tmp_path / "c", "model.router=tanh", "run.seed=2", end=1.5),
+        "d": make_run(tmp_path / "d", "run.seed=4", until=0.3),
+        "e": make_run(tmp_path / "e", "run.seed=6", until=0.7),
+        "f": make_run(tmp_path / "f", "run.seed=8", until=0.5),
+    }
+    metrics = runs["e"] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 800, "tokens": 1, "val/loss": NaN}\n')
+    read, _ = read_runs(runs.values())
+    assert count_states(read) == "6 runs: 2 stopped, 3 finished, 1 failed"
+    assert count_states(read[:1]) == "1 run: 1 finished"
+    table = build_overview(read, "kern")
+    columns = ["run", "settings", "state", "step", "train loss", "val loss", "note"]
+    assert table.columns == [*columns, "tokens/s", "trouble"]
+    wanted = [
+        ("a", "kern, seed 0, n_layer 3", "finished", "1,000 of 1,000 100%", "lowest, baseline"),
+        ("c", "tanh, seed 2, n_layer 2", "finished", "1,000 of 1,000 100%", "lowest"),
+        ("b", "kern, seed 0, n_layer 2", "finished", "1,000 of 1,000 100%", "baseline"),
+        ("f", "kern, seed 8, n_layer 2", "stopped", "500 of 1,000  50%", "baseline"),
+        ("d", "kern, seed 4, n_layer 2", "stopped", "300 of 1,000  30%", "baseline"),
+        ("e", "kern, seed 6, n_layer 2", "failed", "800 of 1,000  80%", "baseline"),
+    ]
+    for row, (name, settings, state, step, note) in zip(table.rows, wanted, strict=True):
+        assert (row["run"], row["settings"], row["state"]) == (str(runs[name]), settings, state)
+        assert (row["step"], row["note"]) == (step, note)
+        loss = "nan" if name == "e" else f"{loss_of(runs[name]):.4f}"
+        assert (row["val loss"], row.get("best", ""), row["left"]) == (loss, "", "")
+        assert row["trouble"] == ("val/loss is nan" if name == "e" else "")
+
+
+def test_a_group_in_words(tmp_path):
+    """Its sizes are those of the models; the experts that a token does not use are inactive."""
+    runs = [make_run(tmp_path / "dense", "model.router=dense"), make_run(tmp_path / "kern")]
+    (group,) = load_groups(*runs)
+    sizes = []
+    for run in runs:
+        model = GPT(read_run(run).config.model)
+        total = sum(parameter.numel() for parameter in model.parameters())
+        expert = 2 * 128 * 8  # both matrices of one
+        idle = 0 if run.name == "dense" else 2 * (64 - 8) * expert
+        sizes.append((f"{total / 1e6:.2f}M", f"{(total - idle) / 1e6:.2f}M"))
+    (dense, dense_active), (kern, kern_active) = sizes
+    lowest, highest = sorted([dense_active, kern_active])
+    assert tables.describe_group(group) == (
+        "`mix-bytes`: 1,000 steps of 2,048 tokens; 8 validation windows of 8 documents. "
+        f"{dense} to {kern} parameters, {lowest} to {highest} active. Losses in nats per byte."
+    )
+
+
+@pytest.mark.parametrize(("points", "shown"), [(9, 9), (10, 10), (11, 6), (20, 10), (25, 9)])
+def test_at_most_ten_evaluations_are_in_a_table(tmp_path, points, shown):
+    """Evenly apart, and the last among them."""
+    run = make_run(tmp_path / "run", "train.max_steps=1100", points=points)
+    (group,) = load_groups(run)
+    stride = -(-points // 10)
+    wanted = [1100 * i // points for i in range(points, 0, -stride)][::-1]
+    table = tables.build_loss_table(group)
+    assert table.columns[2:] == [f"{step:,}" for step in wanted] and len(wanted) == shown
+    assert table.lines[0][2:] == [f"{loss_of(run, step):.4f}" for step in wanted]
 
 
 # ---- groups and variants
@@ -359,6 +426,14 @@ def test_the_papers_losses_are_below_the_runs(tmp_path):
     kern = seeds.lines[-1]
     assert (len(seeds.columns), kern[0], kern[-1][6:]) == (11, "kern", " ± 0.0041")
     assert build_paper_table("controls_scale", group.values).rows == []
+    # of runs with several numbers of experts, each of which has its own table in the paper
+    values = {"model.n_expert": 64, "data.name": "arxiv"}
+    assert build_paper_table("sparsity", values).lines == [
+        ["softmax", "1.8781"],
+        ["kern", "1.8291"],
+    ]
+    assert build_paper_table("sparsity", values | {"data.name": "books3"}).lines[1][1] == "3.3080"
+    assert build_paper_table("sparsity", {"data.name": "arxiv"}).rows == []
     arguments = [str(tmp_path / "kern"), "--experiment", "books3_512"]
     report = read_report(make_report_parser("scripts.report", None).parse_args(arguments))
     (section,) = build_sections(report, {}).values()

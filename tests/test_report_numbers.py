@@ -6,9 +6,11 @@ number of its own, so one of another run, seed, step or value of the key shows.
 
 import html
 import json
+import math
 import re
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +21,8 @@ from scipy import stats
 import report.__main__ as report
 from report import pictures
 from report.comparisons import compare_group
-from report.style import NO_TOKEN, STYLES
+from report.lines import build_line
+from report.style import GREY, NO_TOKEN, STYLES
 from report.tables import MEASURES, build_measure_table, name_measure
 
 # in the order of tables; a name is part of another's
@@ -182,6 +185,49 @@ def correct_holm(p_values):
     return np.minimum(1, corrected)[np.argsort(order)].tolist()
 
 
+def test_of_many_routers_the_baseline_and_the_best_have_colours(tmp_path):
+    """Here the baseline is the worst; the others are grey lines of their own numbers."""
+    ends = {"kern": 2.9, "tanh": 2.1, "sigmoid": 2.2, "softmax": 2.3, "dense": 2.4}
+    ends |= {RENORM: 2.5, "sqrtsoftplus": 2.6, "kern-after": 2.7}
+    runs = {router: make_run(tmp_path / router, f"model.router={router}", end=end)
+            for router, end in ends.items()}  # fmt: skip
+    (group,) = load_groups(*runs.values())
+    chosen = {"kern", "tanh", "sigmoid", "softmax", "dense", RENORM}
+    panels = pictures.list_loss_panels(group, "kern")
+    panels.append(pictures.list_measure_panels(group, "kern")[0])
+    for panel, name in zip(panels, ("val/loss", "minus", "train/loss"), strict=True):
+        axes = draw(panel)
+        lines = axes.get_lines()
+        coloured = {line.get_label(): line for line in lines if line.get_label() in ends}
+        greys = [line for line in lines if line.get_label() == "_grey"]
+        assert coloured.keys() == chosen - {"kern" if name == "minus" else ""}
+        assert [line.get_color() for line in greys] == [GREY] * 2
+        assert panel.note.endswith("grey: 2 more")
+        if name != "minus":
+            wanted = sorted(list(read_series(runs[router], name).values())[-1]
+                            for router in ("sqrtsoftplus", "kern-after"))  # fmt: skip
+            assert sorted(line.get_ydata()[-1] for line in greys) == pytest.approx(wanted)
+            for router, line in coloured.items():
+                assert line.get_color() == STYLES[router][0]
+                last = list(read_series(runs[router], name).values())[-1]
+                assert line.get_ydata()[-1] == pytest.approx(last)
+
+
+def test_a_line_is_interrupted_where_a_run_lost_its_metrics():
+    group = SimpleNamespace(key=None)
+    runs = [SimpleNamespace(missing={}), SimpleNamespace(missing={"val/loss": [2, 3]})]
+    points = {step: (step + 0.5, step, step + 1.0) for step in (1, 4)}
+    lost = [math.nan] * 3
+    line = build_line(group, dict(points), runs)
+    wanted = [[1, 1.5, 1, 2], [2, *lost], [3, *lost], [4, 4.5, 4, 5]]
+    np.testing.assert_array_equal(line, wanted)
+    line = build_line(group, dict(points), runs, "train/loss")
+    np.testing.assert_array_equal(line, [wanted[0], wanted[3]])
+    many = {step: (1.0, 0.0, 2.0) for step in range(5, 125)}  # two points become one
+    line = build_line(group, many, [SimpleNamespace(missing={"val/loss": [7]})])
+    assert np.flatnonzero(np.isnan(line[:, 1])).tolist() == [1] and len(line) == 60
+
+
 def test_loads_are_those_of_the_runs(tmp_path):
     """A row for each layer at its router's name; experts without a token are orange."""
     runs = make_random_runs(tmp_path)
@@ -342,8 +388,10 @@ def test_measures_of_runs_that_train_are_of_the_step_that_all_have(tmp_path):
 
 def check_curves(group, losses):
     """Means, bars from the lowest to the highest seed, and a ring at the lowest mean."""
-    axes = draw(pictures.list_loss_panels(group, "kern")[0])
+    panel = pictures.list_loss_panels(group, "kern")[0]
+    axes = draw(panel)
     lines = axes.get_lines()
+    best = []
     for number, router in enumerate(ROUTERS):
         curve, ring = lines[2 * number : 2 * number + 2]
         values = np.array([losses[router, x] for x in XS])
@@ -353,7 +401,13 @@ def check_curves(group, losses):
         assert curve.get_ydata() == pytest.approx(means)
         assert ring.get_xdata()[0] == XS[means.argmin()]
         assert ring.get_ydata()[0] == pytest.approx(means.min())
+        best.append(f"{router} {means.min():.4f} at {XS[means.argmin()]:g}")
+        for artist in (curve, ring):  # side by side, 4 points of 2 pixels apart
+            places = artist.get_transform().transform(artist.get_xydata())
+            shifts = places - axes.transData.transform(artist.get_xydata())
+            assert shifts == pytest.approx(np.tile([8 * (number - 1), 0], (len(shifts), 1)))
         bars = axes.collections[number].get_segments()
         for x, of_x, bar in zip(XS, values, bars, strict=True):
             assert list(bar[:, 0]) == [x, x]
             assert bar[:, 1] == pytest.approx([of_x.min(), of_x.max()])
+    assert panel.sentence == f"Lowest, ringed: {'; '.join(best)}."

@@ -18,7 +18,7 @@ from report.blocks import Picture, Table
 from report.comparisons import compare_group
 from report.page import Report, Section, format_page
 from report.runs import read_run
-from report.style import DISTINCT, STYLES
+from report.style import DISTINCT, STYLES, choose_styles
 from report.tables import name_measure
 from router import ROUTERS
 
@@ -67,6 +67,16 @@ def test_a_constant_difference_is_shown_from_its_start(tmp_path):
     (group,) = load_groups(*make_seeds(tmp_path, {"kern": 2, "tanh": 2.05}, noise=0.0))
     minus = draw_losses(group)[1]
     assert minus.get_xlim()[0] < 100
+    panel = pictures.list_loss_panels(group, "kern")[0]
+    losses = [loss_of(run.folder) for run in group.runs]
+    kern, tanh = np.mean(losses[3:]), np.mean(losses[:3])
+    said = f"At step 1,000: kern {kern:.4g} is lowest, tanh {tanh:.4g} highest."
+    assert panel.sentence == said
+    for routers, more in ({"kern": 2}, ""), ({"kern": 2, "tanh": 2}, " for all"):
+        (group,) = load_groups(*make_seeds(tmp_path / f"equal{more}", routers, 1))
+        (panel, *_) = pictures.list_loss_panels(group, "kern")
+        loss = loss_of(group.runs[0].folder)
+        assert panel.sentence == f"At step 1,000: {loss:.4g}{more}."
     assert list_notes(minus) == "minus kern's, 95% over seeds"
 
 
@@ -85,6 +95,9 @@ def test_losses_over_a_key(tmp_path):
     tanh = ["tanh, gate_norm own", "tanh, gate_norm 2"]
     assert list(lines_of(losses)) == [*tanh, "kern, gate_norm own", "kern, gate_norm 2"]
     assert list(lines_of(minus)) == tanh
+    for axes in (losses, minus):  # such long names are below the panel
+        (legend,) = axes.figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == list(lines_of(axes))
     assert lines_of(minus)[tanh[1]] == ([0.001, 0.002], pytest.approx([0.2, 0.4]))
 
 
@@ -107,6 +120,26 @@ def test_values_of_a_key_are_at_their_places(tmp_path, values):
     unit = np.subtract(*axes.transData.transform([(2 * smallest, 2.0), (smallest, 2.0)])[:, 0])
     wanted = [1 + np.log2(x / smallest) if x else 0 for x in values]
     assert (places - places[0]) / unit == pytest.approx(np.subtract(wanted, wanted[0]))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value, text", [(0, "own"), (2, "2")])
+def test_a_group_with_one_value_of_the_key(tmp_path, value, text):
+    """Beside one with two: a point near the middle of its axis."""
+    runs = []
+    for layers, x in ((2, value), (3, 0), (3, 1)):
+        own = [f"model.gate_norm={x}", f"model.n_layer={layers}", "model.router=kern"]
+        runs.append(make_run(tmp_path / f"{layers}-{x}", *own))
+    runs.append(make_run(tmp_path / "4", "model.gate_norm=1", "model.n_layer=3", "run.seed=1"))
+    runs.append(make_run(tmp_path / "5", f"model.gate_norm={value}", "model.n_embd=64"))
+    groups = load_groups(*runs, key="model.gate_norm")
+    group = next(group for group in groups if group.xs == [value])
+    axes = draw_losses(group)[0]
+    assert list(axes.get_xticks()) == [value]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == [text]
+    line = axes.get_lines()[0]
+    place = axes.transAxes.inverted().transform(axes.transData.transform(line.get_xydata()))
+    assert 0.3 < place[0, 0] < 0.7
 
 
 def list_texts(figure):
@@ -222,6 +255,9 @@ def test_a_loss_that_explodes_is_clipped_with_an_arrow(tmp_path):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     axes = draw_losses(load_groups(*runs)[0])[0]
     assert axes.get_ylim()[1] < 6 and "↑ up to 90" in list_notes(axes)
+    minus = pictures.list_loss_panels(load_groups(*runs)[0], "tanh")[1]
+    difference = loss_of(runs[0], 100) - 90
+    assert minus.note == f"↓ down to {difference:.3g}"
 
 
 def test_a_run_at_step_0_has_no_line_on_a_logarithmic_axis(tmp_path):
@@ -238,6 +274,9 @@ def test_a_run_at_step_0_has_no_line_on_a_logarithmic_axis(tmp_path):
     (group,) = load_groups(*runs)
     axes = draw_losses(group)[0]
     assert axes.get_xscale() == "log" and len(group.curves) == 1
+    # a factor of 3, as near to the cube root of 1,000 / 50 as a whole number is
+    assert list(axes.get_xticks()) == [1000, 333, 111]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1,000", "333", "111"]
     assert list(lines_of(axes)) == ["tanh", "kern"]
 
 
@@ -379,8 +418,35 @@ def test_runs_with_little_in_them(tmp_path, call, shape):
     assert ("load of each layer&#39;s experts" in titles) == ("without" not in shape)
 
 
+def test_long_tables_and_notes_are_folded():
+    """Of more than 15 rows; the table of runs is open."""
+    for rows, is_folded in ((15, False), (16, True)):
+        table = Table(["a"], [{"a": str(i)} for i in range(rows)], "Losses")
+        report = Report([], [], ["a note"] * rows)
+        section = Section("Title", "text", [], [table])
+        html = format_page(report, [section], ["scripts.report"]).decode()
+        assert html.count("<details>") == html.count("</details>") == 2 * is_folded
+        assert (f"<summary>Losses: {rows} rows</summary>" in html) == is_folded
+        assert (f"<summary>{rows} notes</summary>" in html) == is_folded
+        table.is_open = True
+        html = format_page(report, [section], ["scripts.report"]).decode()
+        assert html.count("<details open>") == is_folded
+
+
+def test_lines_of_one_colour_get_others():
+    """Two routers have the same colour; a picture of more lines than colours keeps them."""
+    pair = ["kern-norelu", "kern-after"]
+    assert STYLES[pair[0]][0] == STYLES[pair[1]][0]
+    styles = choose_styles(pair)
+    for style, router, colour, marker in zip(styles, pair, DISTINCT, "os", strict=False):
+        assert style == {"color": colour, "linestyle": STYLES[router][1], "marker": marker}
+    for routers in (["kern", "tanh"], [*pair, "kern", "tanh", "dense", "softmax", "sigmoid"]):
+        own = [STYLES[router] for router in routers]
+        assert [tuple(style.values()) for style in choose_styles(routers)] == own
+
+
 def test_names_cannot_break_the_page():
-    cells = ["<i>", "in [-1, 2]"]
+    cells = ["<i>", "1 ± 2 in [-1, 2]"]
     table = Table(["a|b", "c"], [dict(zip(["a|b", "c"], cells, strict=True))])
     picture = Picture("x.svg", "<u>", "<u>", b"<svg/>")
     section = Section("<b> & co", "**bold** `code` <script>", [picture], [table])
@@ -388,7 +454,12 @@ def test_names_cannot_break_the_page():
     html = format_page(report, [section], ["scripts.report", "<script>"]).decode()
     assert "<script" not in html and "<b>bold</b> <code>code</code> &lt;script&gt;" in html
     assert "<h2>&lt;b&gt; &amp; co</h2>" in html and '<section id="b-co">' in html
-    assert "<th>a|b</th>" in html and "<td>&lt;i&gt;</td>" in html and "[-1,\u00a02]" in html
+    assert (
+        "<th>a|b</th>" in html
+        and "<td>&lt;i&gt;</td>" in html
+        and "1\u00a0±\u00a02 in [-1,\u00a02]" in html
+    )
+    assert '<a href="#b-co">&lt;b&gt; &amp; co</a>' in html
     assert "<li>1 &lt; 2.</li>" in html and "<u>" not in html and "default-src 'none'" in html
 
 
