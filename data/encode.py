@@ -246,9 +246,10 @@ def explain_empty_split(train: int, val: int, val_fraction: float) -> str:
     missing = "validation" if train else "training"
     total = train + val
     better = min(0.5, FEW_DOCUMENTS / max(1, total))
+    count = max(1, round(better * total))
     return (
         f"none of {plural(total, 'document')} fell into {missing} at --val-fraction "
-        f"{val_fraction}: --val-fraction {better:.2g} makes about {FEW_DOCUMENTS} of them "
+        f"{val_fraction}: --val-fraction {better:.2g} makes about {count} of them "
         f"validation"
     )
 

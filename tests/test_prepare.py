@@ -369,6 +369,14 @@ def test_a_lost_connection_and_a_hub_out_of_reach(run, hub, tmp_path, monkeypatc
         in out
     )
     assert "connection lost" in out and "start again to resume" in out
+    out = run("arxiv", "--config", "common-pile", code=2)
+    page = "https://huggingface.co/datasets/common-pile/arxiv_papers"
+    assert f"{page} has no files '*.json*.gz' at revision {REVISION}: choose another" in out
+    upload(hub, "emozilla/pg19", ["data/train-0.parquet"], ["one", "two", "three"], parquet)
+    monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 10)
+    out = run("pg19", "--val-fraction", 1e-6, code=2)
+    assert "none of 3 documents fell into validation at --val-fraction 1e-06: " in out
+    assert "--val-fraction 0.5 makes about 2 of them validation" in out
     hub.reachable = False
     out = run("fineweb-edu", code=2)
     assert "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu is unreachable" in out
