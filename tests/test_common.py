@@ -11,6 +11,7 @@ import sys
 import termios
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 from fake_runs import make_seeds
@@ -18,7 +19,7 @@ from runs import REPO_ROOT
 
 from common import cores, progress
 from common.command import build_parser, command, require_packages, run_command
-from common.files import write_atomic
+from common.files import short_path, write_atomic
 from common.progress import progress_bar
 from common.text import (
     escape_controls,
@@ -41,9 +42,11 @@ def raising(error):
 
 
 @pytest.mark.parametrize("error", [ValueError("two words"), OSError(errno.ENOSPC, "No space left")])
-def test_an_error_of_a_command_is_one_line_and_exit_code_2(error, capsys):
+def test_an_error_of_a_command_is_one_line_and_exit_code_2(error, capsys, monkeypatch):
     assert command(raising(error))([]) == 2
     assert capsys.readouterr() == ("", f"error: {error}\n")
+    monkeypatch.setenv("LOCAL_RANK", "1")  # the first process of a node says it
+    assert command(raising(error))([]) == 2 and capsys.readouterr() == ("", "")
     for other in (TypeError("a bug"), BrokenPipeError(), KeyboardInterrupt()):  # pass through
         with pytest.raises(type(other)):
             command(raising(other))([])
@@ -131,9 +134,21 @@ def test_free_cores_are_those_that_idle_or_work_here(tmp_path, monkeypatch):
     run_for(0, 0, 100, 50)
     monkeypatch.setattr(cores, "AT_IMPORT", cores.read_times())
     assert cores.AT_IMPORT.idle == pytest.approx(150, abs=0.1)
-    for used, idle, waiting, free in [(10, 108, 52, 2), (10, 100, 50, 1), (0, 102, 51, 1)]:
+    for used, idle, waiting, free in [
+        (10, 108, 52, 2),
+        (10, 100, 50, 1),
+        (0, 102, 51, 1),
+        (0, 100, 50, 1),
+        (15, 100, 50, 2),
+        (20, 130, 60, 2),  # not more than there are
+    ]:
         run_for(10, used, idle, waiting)
         assert cores.count_free_cores() == free
+    run_for(0, 20, 130, 60)  # no time has passed
+    assert cores.count_free_cores() is None
+    cores.STAT.unlink()
+    now.update(monotonic=10.0)
+    assert cores.count_free_cores() is None
 
 
 # ---- files
@@ -148,10 +163,25 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="Input/output"):
-        write_atomic(tmp_path / "file", "new")
+    for module, name in ((os, "replace"), (Path, "open")):  # at the end, and at the start
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fail)
+            with pytest.raises(OSError, match="Input/output"):
+                write_atomic(tmp_path / "file", "new")
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_a_path_is_short_inside_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "here/..a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    for path, short in {
+        tmp_path / "here/..a/b": "..a/b",
+        "..a/../c": "c",
+        tmp_path / "here": ".",
+        tmp_path / "here-2": f"{tmp_path}/here-2",
+        "../d": f"{tmp_path}/d",
+    }.items():
+        assert short_path(path) == short
 
 
 # ---- text
@@ -242,11 +272,17 @@ def test_tables_align_numbers_to_the_right_and_escape_html():
         markdown_table(["a", "b"], [["<x>|&", "1"]])
         == "| a | b |\n| --- | --: |\n| &lt;x>\\|&amp; | 1 |"
     )
-    assert [plural(1, "file"), plural(2000, "file")] == ["1 file", "2,000 files"]
-    sizes = [format_bytes(size) for size in (40_800, 1_120_000, 10**9)]
-    assert sizes == ["39.8 KiB", "1.1 MiB", "0.9 GiB"]
+    counts = [plural(count, "file") for count in (0, 1, 2000)]
+    assert counts == ["0 files", "1 file", "2,000 files"]
+    sizes = [0, 40_800, 2**19 - 1, 2**19, 1_120_000, 2**29 - 1, 2**29, 10**9, 2**40]
+    assert [format_bytes(size) for size in sizes] == [
+        *("0.0 KiB", "39.8 KiB", "512.0 KiB"),
+        *("0.5 MiB", "1.1 MiB", "512.0 MiB"),
+        *("0.5 GiB", "0.9 GiB", "1024.0 GiB"),
+    ]
     assert escape_controls("é\tb\n\x1b[2J\r\x9b", "\t\n") == "é\tb\n\\x1b[2J\\r\\x9b"
-    assert [first_line(ValueError("one\ntwo")), first_line(KeyError())] == ["one", "KeyError"]
+    errors = ValueError("one\ntwo"), ValueError("\n  one\ntwo\n"), KeyError()
+    assert [first_line(error) for error in errors] == ["one", "one", "KeyError"]
 
 
 # ---- progress
@@ -258,6 +294,7 @@ NAME = "quickstart-kern-warmup_steps200"
 @pytest.mark.parametrize(
     "columns, shown",
     [
+        (0, rf"{SPEED} \|#+\d? +\| 0[01]:\d\d"),  # one that does not know it: 80
         (30, LOSS),
         (60, SPEED),
         (80, rf"{SPEED} \|#+\d? +\| 0[01]:\d\d"),
@@ -276,7 +313,7 @@ def test_a_narrow_terminal_keeps_what_matters_most(columns, shown):
 
     printed = run_in_terminal(show_bar, columns)
     line = printed.rstrip().split("\r")[-1].rstrip()
-    assert len(line) <= columns and re.fullmatch(shown, line)
+    assert len(line) <= (columns or 79) and re.fullmatch(shown, line)
 
 
 def test_a_file_gets_lines(capsys, monkeypatch):

@@ -19,6 +19,7 @@ from configure import (
     dumps,
     from_command_line,
     load,
+    load_recorded,
     split_command_line,
     sweep_points,
 )
@@ -186,7 +187,8 @@ def test_a_file_that_cannot_be_read_names_those_nearby(write, tmp_path, monkeypa
     assert message(tmp_path) == f"{tmp_path}: Is a directory; {remedy}"
     assert message(absent) == f"{absent}: No such file or directory; {remedy}"
     right = write(name="right.toml")
-    assert message(tmp_path / "wright.toml").endswith(f"did you mean {right}?")
+    for name in ("wright", "rit"):
+        assert message(tmp_path / f"{name}.toml").endswith(f"did you mean {right}?")
     monkeypatch.chdir(REPO_ROOT)
     assert message("quickstart.toml").endswith("did you mean config/quickstart.toml?")
 
@@ -408,6 +410,18 @@ def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
         new = dumps(load(write("[model]\nn_layer = 2"), [f"--train.balance_loss_coef={coef}"]))
         old = re.sub("balance_loss_scope = .*\n", "", new)
         assert load(write(old, "config.toml")).train.balance_loss_scope == scope
+
+
+def test_a_recorded_config_that_lost_its_end(write):
+    """A file with fewer keys would be another model, by its defaults."""
+    whole = dumps(load(write("[model]\nn_layer = 2")))
+    for text, says in (("", "empty"), (whole.partition("[log]")[0], "cut short")):
+        missing = "run.name, optim.eps, log.group" if not text else "log.group"
+        file = write(text, "config.toml")
+        with pytest.raises(ConfigError) as caught:
+            load_recorded(file)
+        assert str(caught.value).startswith(f"{file}: {says}: it has no {missing}, which every")
+    assert load_recorded(write(whole, "config.toml")).model.n_layer == 2
 
 
 # ---- help and the command line

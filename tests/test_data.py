@@ -4,11 +4,14 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
-from contextlib import nullcontext
+import tempfile
+from contextlib import ExitStack, nullcontext
 from itertools import combinations_with_replacement
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,7 +37,9 @@ def test_special_and_broken_text(any_tokenizer):
     assert end == any_tokenizer.vocab_size - 1
     ids = any_tokenizer.encode("a<|endoftext|>b")  # ordinary text
     assert end not in ids and any_tokenizer.decode([*ids, end]) == "a<|endoftext|>b<|endoftext|>"
-    assert any_tokenizer.decode(any_tokenizer.encode("\ud800 x")).endswith(" x")  # a lone surrogate
+    # two surrogates that are a pair, and a lone one
+    surrogates = any_tokenizer.decode(any_tokenizer.encode("\ud83d\ude42 \udcff"))
+    assert surrogates == ("🙂 \ufffd" if any_tokenizer.name == "gpt2" else "?? ?")
     assert any_tokenizer.decode([0xC3, 0x28]) == "\ufffd("  # ids below 256 are bytes in both
     text = "a" + " " * 1_000_001 + "b"  # tiktoken alone panics here
     assert any_tokenizer.decode(any_tokenizer.encode(text)) == text
@@ -138,6 +143,34 @@ def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks):
     )
 
 
+def test_where_gpt2s_file_is_sought(tmp_path, monkeypatch, fake_ranks):
+    """In tiktoken's cache, by default below the folder of temporary files, then at its address."""
+    sha256 = hashlib.sha256(fake_ranks).hexdigest()
+    asked = []
+
+    def head(url, timeout):
+        asked.append(url)
+        return SimpleNamespace(raise_for_status=lambda: None)
+
+    def download(url, expected):
+        assert (url, expected) == (tokenizer.RANKS_URL, sha256)
+        return fake_ranks
+
+    monkeypatch.setattr(tokenizer, "RANKS_SHA256", sha256)
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(requests, "head", head)
+    monkeypatch.setattr("tiktoken.load.read_file_cached", download)
+    assert tokenizer._read_bpe_file() == fake_ranks and asked == [tokenizer.RANKS_URL]
+    cached = tmp_path / "data-gym-cache" / hashlib.sha1(tokenizer.RANKS_URL.encode()).hexdigest()
+    cached.parent.mkdir()
+    cached.write_bytes(fake_ranks)
+    assert tokenizer._read_bpe_file() == fake_ranks and len(asked) == 1
+    cached.write_bytes(fake_ranks[:-1])
+    with pytest.raises(DataError, match=f"{cached}: not GPT-2's BPE file: sha256"):
+        tokenizer._read_bpe_file()
+
+
 def test_set_refuses_another_tokenizer(corpus, tmp_path):
     """A tokenizer.json that came into the folder later neither decodes nor encodes."""
     folder = shutil.copytree(corpus / "tiny", tmp_path / "tiny")
@@ -177,6 +210,19 @@ def test_check_finds_damage(tmp_path, damage, message):
         DataError, match=rf"train-00001.bin: {message}.*--source x --name set --force"
     ):
         check_dataset(tmp_path / "set", 257)
+
+
+def test_a_document_without_its_end_is_found(tmp_path, monkeypatch):
+    """By verify: of a set of 5 and 1 documents whose meta.json says other numbers."""
+    write_set(tmp_path / "set")
+    edit_meta(tmp_path / "set", lambda meta: meta["splits"]["val"].update(documents=2000))
+    edit_meta(tmp_path / "set", lambda meta: meta["splits"]["train"].update(documents=4))
+    with pytest.raises(DataError) as caught:
+        verify_dataset(tmp_path / "set")
+    assert str(caught.value).splitlines()[1:3] == [
+        "  train: 5 end-of-text tokens, meta.json says 4 documents",
+        "  val: 1 end-of-text tokens, meta.json says 2,000 documents",
+    ]
 
 
 @pytest.mark.parametrize("token", [0, 6, 7, 13])
@@ -235,16 +281,22 @@ def test_meta_that_cannot_be_read(tmp_path, meta):
         check_dataset(tmp_path / "set", 257)
 
 
-def test_sets_that_are_not_there(tmp_path):
+def test_sets_that_are_not_there(tmp_path, monkeypatch):
     (tmp_path / "books").mkdir()
     command = "python -m data.prepare"
     for name, says in {
         "stdlib": f"stdlib: no such data set. Prepare it: {command} stdlib --out {tmp_path}",
+        "pg19": f"pg19: no such data set. Prepare it: {command} pg19 --out {tmp_path}",
+        "books3": f"{command} books3 --source FILES --out {tmp_path}",
+        "my set": f"{command} text --source FILES --name 'my set' --out {tmp_path}",
         "mybok": f"{command} text --source FILES --name mybok --out {tmp_path}",
         "books": f"half-prepared. Resume with the command that started it: {command} text --source",
     }.items():
         with pytest.raises(DataError, match=re.escape(says)):
             check_dataset(tmp_path / name, 257)
+    monkeypatch.setattr(bins, "DATA_DIR", tmp_path)  # the default of --out
+    with pytest.raises(DataError, match="--source FILES --name mybok$"):
+        check_dataset(tmp_path / "mybok", 257)
     write_set(tmp_path / "set")
     with pytest.raises(
         DataError, match="'bytes' has 257 ids, the model's vocab_size is 256. Set model.vocab_size"
@@ -273,6 +325,42 @@ def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(tmp_path, monkey
     for length in (350, 549):  # the last target; from the first shard into the third
         with pytest.raises(DataError, match="id 257 at token 350"):
             windows(tokens, np.array([0]), length)
+
+
+# what a split of many files and of many bytes takes
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads Linux' /proc")
+def test_memory_of_a_split_is_released_as_it_is_read(tmp_path, monkeypatch):
+    """Of 2 x 8 MB that are read, a part stays mapped, and what follows is read right."""
+    monkeypatch.setattr(bins, "RELEASE_BYTES", 2**21)
+    ids = np.arange(2**23, dtype=np.uint16) % 256
+    folder = write_ids(tmp_path / "set", ids, shard_tokens=2**22)
+    tokens = open_tokens(folder, "train")
+    mapped = []
+    for start in range(0, len(ids), 2**14):
+        assert np.array_equal(tokens.read(start, 2**14), ids[start : start + 2**14])
+        if start % 2**20 == 0:
+            text = Path("/proc/self/smaps").read_text()
+            sizes = re.findall(rf"{folder}/train-\S+\n(?:\S+: .*\n)*?Rss: +(\d+) kB", text)
+            mapped.append(sum(map(int, sizes)))
+    assert 0 < max(mapped) < 8000  # a page may have 2 MB
+
+
+def test_a_set_of_more_files_than_a_process_may_open(tmp_path):
+    """The limit is raised, and leaves room for the files of the rest of the program."""
+    folder = write_ids(tmp_path / "set", np.arange(300) % 256, shard_tokens=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with ExitStack() as stack:
+            tokens = open_tokens(folder, "train")
+            for _ in range(500):
+                stack.enter_context(open(os.devnull))
+            assert tokens.read(290, 10).tolist() == list(range(34, 44))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        open_tokens(folder, "train")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (max(soft, 300 + 1024), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # sets that are too large to be read at each start
@@ -308,8 +396,13 @@ def test_a_changed_large_set_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(DataError, match="changed/train-00001.bin: expected sha256 .*Prepare it"):
         check_dataset(changed, 257)
     assert scanned == ["train-00001.bin"]
-    assert "changed: 1 of 3 files are new or changed" in capsys.readouterr().out
+    says = f"{changed}: 1 of 3 files are new or changed since their last complete check: "
+    assert f"{says}reading 0.0002 GB. python -m data.verify {changed}" in capsys.readouterr().out
     check_dataset(changed, 257, reads_large=False)  # another rank of the node reads it
+    monkeypatch.setattr(bins, "HASHED_BYTES", 400_200)  # all that it has: each rank reads it
+    with pytest.raises(DataError, match="changed/train-00001.bin: expected sha256"):
+        check_dataset(changed, 257, reads_large=False)
+    monkeypatch.setattr(bins, "HASHED_BYTES", 400_199)
 
     for position in (0, 199_998):
         rotten = copy(f"rotten-{position}")
@@ -333,6 +426,10 @@ def test_a_changed_large_set_is_refused(tmp_path, monkeypatch, capsys):
         scanned.clear()
         check_dataset(moved, 257)
         assert scanned == []
+    with monkeypatch.context() as patch:
+        patch.setattr("data.verify.write_record", mock.Mock(side_effect=OSError(30, "Read-only")))
+        said = f"warning: {moved}/checked.json cannot be written (Read-only): each start will read"
+        assert said in verify_dataset(moved)
     edit_meta(moved, lambda meta: meta["splits"]["val"]["files"][0].update(sha256="0" * 64))
     with pytest.raises(DataError, match="val-00000.bin: expected sha256 0000"):
         check_dataset(moved, 257)

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from data import DataError, loader
 from data.bins import Tokens
-from data.loader import Loader, fixed_windows, permute, prefetch, stream_seed, window_documents
+from data.loader import (
+    Loader,
+    fixed_windows,
+    permute,
+    prefetch,
+    sample_documents,
+    stream_seed,
+    window_documents,
+)
 
 
 def counting(n: int) -> Tokens:
@@ -64,6 +72,9 @@ def test_order_is_frozen():
         Loader(counting(101), 4, 10, seed=1).indices(10**9, 2, 5).tolist()
         == order[first + 2 : first + 7]
     )
+    # and validation: the example of `sample_documents`, whose points are at 1/2, 5/4, 3/2 and 9/2
+    # windows of the documents 0, 1, 2 and 2
+    assert sample_documents(np.array([1, 2, 6]), 4).tolist() == [0, 1 + 1, 3 + 1, 3 + 4]
     # and the seeds of streams, on which dropout of a resumed run depends
     assert stream_seed(0) == 8147104208329303767
     seeds = {(0, 0): 3269731276231068113, (0, 1): 7635188740105049934, (1, 0): 8663415526776124837}

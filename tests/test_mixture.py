@@ -2,6 +2,8 @@
 mixture's data.
 """
 
+import hashlib
+import json
 import random
 import re
 import shutil
@@ -18,7 +20,7 @@ from runs import column, end, metrics, run
 import configure
 import train
 from data import DataError
-from data.bins import Tokens, check_dataset, open_tokens
+from data.bins import Tokens, check_dataset, fingerprint, open_tokens
 from data.loader import Loader, choose_validation, fixed_windows, window_documents
 from data.mixture import (
     SHARE_SUM,
@@ -89,6 +91,18 @@ def test_every_set_has_its_part_of_the_rows(weights, first):
         # rows of the set up to each row
         before = np.cumsum(sets == number) + (mine[0] if len(mine) else 0)
         assert not len(mine) or np.abs(before - (rows + 1.0) * share / SHARE_SUM).max() < 2
+
+
+def test_order_of_a_mixture_is_frozen():
+    """Of shares 1/2, 3/10 and 1/5: rows alternate between the first set and the others, which get
+    round(3 n / 5) and the rest of n rows. The largest set is first; equal ones keep their order.
+    """
+    sets, numbers = assign_rows(np.arange(10), to_shares([5, 3, 2]))
+    assert sets.tolist() == [0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
+    assert numbers.tolist() == [0, 0, 1, 0, 2, 1, 3, 1, 4, 2]
+    assert assign_rows(np.arange(3), to_shares([1, 1]))[0].tolist() == [0, 1, 0]
+    assert assign_rows(np.arange(4), to_shares([1, 2, 1]))[0].tolist() == [1, 0, 1, 2]
+    assert split_windows(5, [1, 1, 1], [9] * 3) == [2, 2, 1]
 
 
 def tokens_from(first, count):
@@ -258,6 +272,12 @@ def test_other_weights_do_not_resume(mixed):
 def test_identity_of_a_mixture(sets):
     metas = [check_dataset(sets / name, 257) for name in WEIGHTS]
     one = identify(metas, [3, 5, 2])
+    # checkpoints have it: a change would keep all runs on mixtures from resuming
+    prints = [fingerprint(meta)["data"] for meta in metas]
+    shares = [3 * 2**30 // 10, 2**29, 2 * 2**30 // 10]
+    shares[1] += 2**30 - sum(shares)
+    pairs = [list(pair) for pair in zip(shares, prints, strict=True)]
+    assert one["data"] == hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
     assert one == identify(metas, [0.3, 0.5, 0.2])
     assert one["tokenizer"] == identify(metas[:1], [1])["tokenizer"]
     others = [

@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -30,7 +31,8 @@ from hypothesis import strategies as st
 
 from data import bins, prepare, readers, verify, workers
 from data.bins import check_dataset, read_meta
-from data.sources import SOURCES
+from data.encode import Encoder
+from data.sources import SOURCES, local_inputs
 
 pytest_plugins = ["corpora"]  # its fixtures
 
@@ -88,7 +90,9 @@ def test_the_set_is_the_same_for_any_number_of_workers(
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         monkeypatch.setattr(prepare, "count_cores", lambda number=number: number)
         out = run("text", "--source", tmp_path / "in", "--shard-tokens", 997, "--val-fraction", 0.2)
-        assert f" {number} worker" in out
+        size = sum(path.stat().st_size for path in (tmp_path / "in").iterdir()) / 1024
+        workers_said = "1 worker" if number == 1 else f"{number} workers"
+        assert f"text: 2 files, {size:.1f} KiB, bytes, {workers_said}\n" in out
         sets.append(snapshot(tmp_path / "out"))
     assert [call.args[0] for call in pool.call_args_list] == [3]
     assert sets[0] == sets[1] and len(sets[0]) > 10
@@ -213,6 +217,48 @@ def test_files_that_change_while_they_are_read_are_an_error(run, tmp_path, monke
     assert set(documents_of(tmp_path / "out/text")["train"]) == texts
 
 
+def test_a_foreign_file_that_comes_while_a_set_is_replaced(run, books, tmp_path, monkeypatch):
+    run(*books)
+    thesis = tmp_path / "out/text/thesis.txt"
+
+    def check_then_write(writer, fraction):
+        thesis.write_text("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_check_splits", check_then_write)
+        said = run(*books, "--force", code=2)
+    assert "text holds 'thesis.txt', which does not belong to a data set" in said
+    assert thesis.read_text() == "mine"
+    assert set(os.listdir(thesis.parent)) > {"meta.json", "train-00000.bin"}
+    thesis.unlink()
+    run(*books, "--force")
+    assert os.listdir(tmp_path / "out") == ["text"]
+    names = {re.sub(r"\d{5}", "N", path.name) for path in thesis.parent.iterdir()}
+    assert names == {"meta.json", "train-N.bin", "val-N.bin"}
+
+
+def test_few_batches_are_in_memory(tmp_path, monkeypatch):
+    """Of 50 documents, each a batch, as many are read as the worker may need next."""
+    (tmp_path / "in.jsonl").write_bytes(jsonl(f"text {i}" for i in range(50)))
+    monkeypatch.setattr(workers, "BATCH_BYTES", 1)
+    cut = workers.cut_batches
+    batches = []
+
+    def count_batches(*args):
+        for batch in cut(*args):
+            batches.append(batch)
+            yield batch
+
+    monkeypatch.setattr(workers, "cut_batches", count_batches)
+    encoder = Encoder(corpora.BYTES, 0.5)
+    inputs = local_inputs([tmp_path / "in.jsonl"])
+    encoded = workers.encode_inputs(inputs, encoder, 1, workers.Position())
+    for number in range(1, 40):
+        _, position, _ = next(encoded)
+        assert position == (0, number) and len(batches) == number + 2
+    assert [position for _, position, _ in encoded][-1] == (1, 0) and len(batches) == 51
+
+
 @pytest.mark.parametrize("folder", ["text", "text.partial"])
 def test_a_foreign_folder_is_not_changed(run, books, tmp_path, monkeypatch, folder):
     """Nor is a file read before that."""
@@ -331,7 +377,9 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, corpus, options, repo, names, w
     args = [corpus, "--val-fraction", 0.2]
     for name, value in options.items():
         args += [f"--{name}", value]
-    assert "2 files" in run(*args)
+    paths = [hub.root / "datasets" / f"{repo}@{revision}" / name for name in names]
+    size = sum(path.stat().st_size for path in paths) / 1024
+    assert f"{corpus}: 2 files, {size:.1f} KiB, bytes, 1 worker\n" in run(*args)
     assert documents_of(tmp_path / "out" / corpus) == split_of(texts, 0.2)
     source = check_dataset(tmp_path / "out" / corpus, 257).source
     assert source["revision"] == revision
@@ -342,6 +390,10 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, corpus, options, repo, names, w
 
     hub.reachable = False  # what is there needs no hub
     assert "already there" in run(*args)
+    if corpus == "fineweb-edu":
+        other = "default" if not options else "sample-10BT"
+        said = f"(config {source['config']!r}, now {other!r})"
+        assert said in run(*args, "--config", other, code=2)
     assert f"revision '{revision}', now 'other'" in run(*args, "--revision", "other", code=2)
 
 
@@ -405,6 +457,44 @@ def test_a_set_of_own_text_is_named_after_its_only_file_or_folder():
     assert prepare.parse_arguments(["text", "--source", "a.txt", "--name", "b"]).name == "b"
 
 
+DEFAULTS = {  # tokenizer, validation fraction, the hub's files
+    "stdlib": ("bytes", 0.05, None),
+    "text": ("gpt2", 0.05, None),
+    "shakespeare": ("bytes", 0.1, None),
+    "fineweb-edu": ("gpt2", 0.0005, "sample-10BT"),
+    "arxiv": ("gpt2", 0.001, "proof-pile-2"),
+    "books3": ("gpt2", 0.001, None),
+    "pg19": ("gpt2", 0.005, "default"),
+}
+
+
+@pytest.mark.parametrize("corpus", SOURCES)
+def test_defaults_of_a_corpus(call, corpus):
+    """As parsed, and as --list has them."""
+    source = SOURCES[corpus]
+    files = [] if source.hub or not source.local else ["--source", "x"]
+    args = prepare.parse_arguments([corpus, *files])
+    tokenizer, val_fraction, config = DEFAULTS[corpus]
+    assert (args.tokenizer, args.val_fraction, args.config) == (tokenizer, val_fraction, config)
+    assert (args.text_field, args.separator, args.shard_tokens) == ("text", "", 100_000_000)
+    assert (args.out, args.workers) == (prepare.DATA_DIR, prepare.count_cores())
+    assert (args.skip_bad, args.allow_loss, args.force) == (corpus == "stdlib", False, False)
+    assert prepare.parse_arguments([corpus, *files, "--val-fraction", "0.5"]).val_fraction == 0.5
+    if source.local:
+        args = prepare.parse_arguments([corpus, "--source", "x", "--val-source", "y"])
+        assert (args.val_fraction, args.config) == (0.0, None)  # all of --source is for training
+    listed = re.split(r"(?m)^(?=\S)", call(prepare.main, "--list"))[1:]
+    (entry,) = [entry for entry in listed if entry.startswith(f"{corpus}: {source.about}\n")]
+    assert f"\n    tokenizer {tokenizer}, {100 * val_fraction:.2f}% of the documents for" in entry
+    configs = re.findall(r"--config (\S+): (\S+), (\S+)\n +download (.*); (.*) tokens; (.*)", entry)
+    assert configs == [
+        (name, hub.repo, hub.files, hub.download, hub.tokens, f"licence: {hub.licence}")
+        for name, hub in source.hub.items()
+    ]
+    assert (f"\n    --source: {source.local}" in entry) == bool(source.local)
+    assert (f"\n    notes: {source.notes}" in entry) == bool(source.notes)
+
+
 BAD_ARGUMENTS = {
     "": r"which corpus\? One of stdlib, text, shakespeare, fineweb-edu.*--list describes",
     "books3": r"books3 needs files: add --source.*withdrawn for copyright.*pg19",
@@ -418,6 +508,14 @@ BAD_ARGUMENTS = {
     "stdlib --val-fraction nan": "nan: expected a number between 0 and 1",
     "stdlib --shard-tokens 0": "--shard-tokens 0: expected at least 1",
     "stdlib --workers 0": "--workers 0: expected at least 1",
+    "stdlib --source x": "stdlib takes no --source: leave it out, or prepare the corpus `text`",
+    "stdlib --revision main": "--revision belongs to a data set on the hub",
+    "fineweb-edu --val-source x": "--val-source needs --source, the files for training",
+    "stdlib --val-fraction 0": "--val-fraction 0.0: expected a number between 0 and 1",
+    "stdlib --val-fraction 1": "--val-fraction 1.0: expected a number between 0 and 1",
+    "stdlib --name a.partial": "--name 'a.partial': use only .* and no .partial at the end",
+    "stdlib --name .a": "--name '.a': use only letters",
+    "text --source x --tokenizer gpt3": "x: no such file or folder",  # before the tokenizer
     "stdlib --tokenizer gpt2 --bpe-ranks absent": "absent: cannot read GPT-2's BPE file",
 }
 
@@ -434,9 +532,22 @@ def test_verify_describes_a_set_and_finds_every_damaged_file(run, books, tmp_pat
     run(*books, "--name", "books")
     prepared = tmp_path / "out/books"
     out = run("books", main=verify.main)
-    assert "books: intact. Tokenizer bytes, made by: python -m data.prepare text --source" in out
+    counts = []
+    starts = []
     for split, texts in documents_of(prepared).items():
-        assert f"{sum(len(text.encode()) + 1 for text in texts):,} {split}" in out
+        data = [text.encode() for text in texts]
+        counts.append((sum(map(len, data)) + len(data), len(data)))
+        start = b"".join(part + b"\0" for part in data)[:60]  # 60 tokens, an end of text is one
+        text = start.decode(errors="replace").replace("\0", "<|endoftext|>")
+        starts.append(f"    {split} starts: {text!r}\n")
+    (train, n_train), (val, n_val) = counts
+    command = shlex.join(["python", "-m", "data.prepare", *map(str, books), "--name", "books"])
+    assert out == (
+        f"{train:,} train and {val:,} val tokens of {n_train} and {n_val} documents in "
+        f"{prepared}: intact. Tokenizer bytes, made by: {command} --out {tmp_path}/out "
+        f"--tokenizer bytes\n{''.join(starts)}"
+    )
+    assert run(prepared, "books", main=verify.main) == 2 * out  # a path is a name, too
     good = (prepared / "train-00001.bin").read_bytes()
     edit(prepared / "train-00001.bin", 1000, bytes([good[1000] ^ 1]))
     edit(prepared / "val-00000.bin", 0, b"?")

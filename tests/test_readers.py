@@ -2,9 +2,11 @@
 
 import bz2
 import gzip
+import io
 import json
 import os
 import re
+import tarfile
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -169,6 +171,10 @@ BAD_DOCUMENTS = {
         bad_line(b'{"body": 1, "id": 3}'),
         rf"line {LINE} has no text in .*'text'; it has 'body', 'id'",
     ),
+    "no field at all": (
+        bad_line(b"{}"),
+        f"line {LINE} has no text in field 'text'; it has none at all: choose one with",
+    ),
     "number": (bad_line(b'{"text": 3}'), rf"line {LINE} has no text in field 'text'.*--text-field"),
     "latin1 in JSON": (
         bad_line(b'{"text": "\xe9"}'),
@@ -199,6 +205,7 @@ def test_bad_documents(run, tmp_path, case):
     ("value", "says"),
     [
         ('["a", "b"]', r"no text in field 'text' but a list \(\['a', 'b'\]\): .*--text-field"),
+        (f'["{"a" * 99}"]', r"'text' but a list \(\['a{38}\): choose another --text-field"),
         ("3.5", r"no text in field 'text' but a number \(3.5\)"),
         ("9" * 5000, r"no text in field 'text' but a number \(inf\)"),
         ("true", r"but a boolean \(True\)"),
@@ -231,6 +238,40 @@ def test_two_columns_of_one_name(run, tmp_path):
     parquet.write_table(table, tmp_path / "a.parquet")
     out = run("text", "--source", tmp_path / "a.parquet", code=2)
     assert "a.parquet has 2 columns called 'text': rename all but one" in out
+
+
+def test_a_column_that_holds_no_text(run, tmp_path):
+    corpora.parquet(tmp_path / "in.parquet", ["a", "b"], body=["c", "d"])
+    args = ("text", "--source", tmp_path / "in.parquet", "--text-field")
+    out = run(*args, "content", code=2)
+    assert "in.parquet has no field 'content'; it has 'id', 'text', 'body': choose one" in out
+    out = run(*args, "id", code=2)
+    assert "in.parquet: field 'id' is of type int64, expected string: choose another" in out
+
+
+def test_a_bad_row_is_named_by_its_number(tmp_path):
+    """Of 600, which are read in several batches; and how far the file is read at each row."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [b"row %d" % i for i in range(1, 601)]
+    rows[520] = b"caf\xe9"
+    table = pyarrow.table({"text": pyarrow.array(rows, pyarrow.binary()).view(pyarrow.string())})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    (file,) = local_inputs([tmp_path / "in.parquet"])
+    read = list(read_documents(file, "text"))
+    assert [raw.data for raw in read] == rows
+    assert [raw.done for raw in read] == [file.size * i // 600 for i in range(1, 601)]
+    with pytest.raises(DataError, match="in.parquet: row 521 is not UTF-8 at byte 3: convert"):
+        Encoder(corpora.BYTES, 0.5)(read)
+    assert Encoder(corpora.BYTES, 0.5, skip_bad=True)(read).bad == 1
+
+
+def test_a_bad_document_of_a_text_file_is_named_by_its_number(run, tmp_path):
+    """Documents of white space alone count, too."""
+    corpora.write_tree(tmp_path, {"in.txt": b"one|two| \n|caf\xe9|five"})
+    out = run("text", "--source", tmp_path / "in.txt", "--separator", "|", code=2)
+    assert "in.txt: document 4 is not UTF-8 at byte 3" in out
 
 
 def zstd_frame(data: bytes, window_log: int) -> bytes:
@@ -386,6 +427,53 @@ def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "in.txt")
     with pytest.raises(DataError, match="in.txt: a pipe, socket or device.* --source"):
         local_inputs([tmp_path / "in.txt"])
+
+
+@pytest.mark.parametrize("size", [99, 100, 101])
+@pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in.txt.gz", "in.tar", "in.txt"])
+def test_the_longest_document(tmp_path, monkeypatch, name, size):
+    """100 bytes are read and 101 are not, except of a plain text file."""
+    monkeypatch.setattr("data.readers.DOCUMENT_BYTES", 100)
+    monkeypatch.setattr("data.readers.READ_BYTES", 7)
+    monkeypatch.setattr("data.readers.HEAD_BYTES", 13)
+    data = bytes(65 + i % 26 for i in range(size - 1)) + b"\n"
+    content = corpora.tar({"b.txt": data}) if "tar" in name else data
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    (file,) = local_inputs([tmp_path / name])
+    if size > 100 and name != "in.txt":
+        with pytest.raises(DataError, match="more than 100 bytes"):
+            list(read_documents(file, "text"))
+    else:
+        (raw,) = read_documents(file, "text")
+        assert raw.data == data
+
+
+def test_links_in_an_archive_are_counted_and_not_followed(tmp_path):
+    """Symbolic and hard ones, absolute paths, and paths out of it; not folders and devices."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, kind in {
+            "a.txt": tarfile.REGTYPE,
+            "b.txt": tarfile.SYMTYPE,
+            "c.txt": tarfile.LNKTYPE,
+            "/d.txt": tarfile.REGTYPE,
+            "e/../../f.txt": tarfile.REGTYPE,
+            "g.txt": tarfile.DIRTYPE,
+            "h.txt": tarfile.FIFOTYPE,
+            "i..txt": tarfile.REGTYPE,
+        }.items():
+            member = tarfile.TarInfo(name)
+            member.type = kind
+            member.linkname = "a.txt"
+            text = f"text of {name}".encode() if kind == tarfile.REGTYPE else b""
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+    corpora.write_tree(tmp_path, {"in.tar": stream.getvalue()})
+    read = list(read_documents(*local_inputs([tmp_path / "in.tar"]), "text"))
+    links = [raw.where.rpartition(": ")[2] for raw in read if raw.is_link]
+    assert links == ["b.txt", "c.txt", "/d.txt", "e/../../f.txt"]
+    assert [raw.data for raw in read if raw.data] == [b"text of a.txt", b"text of i..txt"]
+    assert Encoder(corpora.BYTES, 0.5)(read).links == 4
 
 
 BOMB = b"a" * 2**25

@@ -98,13 +98,14 @@ def test_runs_on_other_text_are_refused(tmp_path):
 
 def test_the_table_of_runs(tmp_path):
     """Settings in the order they came in; of each the finished runs by loss, then the others."""
+    branch = ["optim.schedule=wsd", "train.branch_from=runs/trunk/"]
     runs = {
-        "a": make_run(tmp_path / "a", "model.n_layer=3"),
+        "a": make_run(tmp_path / "a", "model.n_layer=3", *branch),
         "b": make_run(tmp_path / "b", end=2.0),
         "c": make_run(tmp_path / "c", "model.router=tanh", "run.seed=2", end=1.5),
         "d": make_run(tmp_path / "d", "run.seed=4", until=0.3),
         "e": make_run(tmp_path / "e", "run.seed=6", until=0.7),
-        "f": make_run(tmp_path / "f", "run.seed=8", until=0.5),
+        "f": make_run(tmp_path / "f", "run.seed=8", until=0.5, end=1.0),
     }
     metrics = runs["e"] / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 800, "tokens": 1, "val/loss": NaN}\n')
@@ -114,13 +115,15 @@ def test_the_table_of_runs(tmp_path):
     table = build_overview(read, "kern")
     columns = ["run", "settings", "state", "step", "train loss", "val loss", "note"]
     assert table.columns == [*columns, "tokens/s", "trouble"]
+    rest = "n_layer 2, schedule cosine"
+    settings_of_a = "kern, seed 0, n_layer 3, schedule wsd, branch of runs/trunk"
     wanted = [
-        ("a", "kern, seed 0, n_layer 3", "finished", "1,000 of 1,000 100%", "lowest, baseline"),
-        ("c", "tanh, seed 2, n_layer 2", "finished", "1,000 of 1,000 100%", "lowest"),
-        ("b", "kern, seed 0, n_layer 2", "finished", "1,000 of 1,000 100%", "baseline"),
-        ("f", "kern, seed 8, n_layer 2", "stopped", "500 of 1,000  50%", "baseline"),
-        ("d", "kern, seed 4, n_layer 2", "stopped", "300 of 1,000  30%", "baseline"),
-        ("e", "kern, seed 6, n_layer 2", "failed", "800 of 1,000  80%", "baseline"),
+        ("a", settings_of_a, "finished", "1,000 of 1,000 100%", "lowest, baseline"),
+        ("c", f"tanh, seed 2, {rest}", "finished", "1,000 of 1,000 100%", "lowest"),
+        ("b", f"kern, seed 0, {rest}", "finished", "1,000 of 1,000 100%", "baseline"),
+        ("f", f"kern, seed 8, {rest}", "stopped", "500 of 1,000  50%", "baseline"),
+        ("d", f"kern, seed 4, {rest}", "stopped", "300 of 1,000  30%", "baseline"),
+        ("e", f"kern, seed 6, {rest}", "failed", "800 of 1,000  80%", "baseline"),
     ]
     for row, (name, settings, state, step, note) in zip(table.rows, wanted, strict=True):
         assert (row["run"], row["settings"], row["state"]) == (str(runs[name]), settings, state)
@@ -132,7 +135,10 @@ def test_the_table_of_runs(tmp_path):
 
 def test_a_group_in_words(tmp_path):
     """Its sizes are those of the models; the experts that a token does not use are inactive."""
-    runs = [make_run(tmp_path / "dense", "model.router=dense"), make_run(tmp_path / "kern")]
+    runs = []
+    for router in ("dense", "kern"):
+        own = [f"model.router={router}", "train.micro_batch_size=4"]
+        runs.append(make_run(tmp_path / router, *own))
     (group,) = load_groups(*runs)
     sizes = []
     for run in runs:
@@ -242,7 +248,8 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
     (group,), notes = load(again, further)
     assert group.steps[-1] == 600 and f"{again} is left out: {further}" in notes[0]
     assert notes[1].startswith(
-        f"incomplete: {further} (stopped at step 600 of 1,000). Losses are compared at step 600"
+        f"incomplete: {further} (stopped at step 600 of 1,000). "
+        "Losses are compared at step 600 of 1,000, by the seeds that both arms have"
     )
 
 

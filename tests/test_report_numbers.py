@@ -194,6 +194,7 @@ def test_of_many_routers_the_baseline_and_the_best_have_colours(tmp_path):
     (group,) = load_groups(*runs.values())
     chosen = {"kern", "tanh", "sigmoid", "softmax", "dense", RENORM}
     panels = pictures.list_loss_panels(group, "kern")
+    assert panels[1].title == "minus kern's, 95% over documents"
     panels.append(pictures.list_measure_panels(group, "kern")[0])
     for panel, name in zip(panels, ("val/loss", "minus", "train/loss"), strict=True):
         axes = draw(panel)

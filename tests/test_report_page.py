@@ -67,6 +67,7 @@ def test_a_constant_difference_is_shown_from_its_start(tmp_path):
     (group,) = load_groups(*make_seeds(tmp_path, {"kern": 2, "tanh": 2.05}, noise=0.0))
     minus = draw_losses(group)[1]
     assert minus.get_xlim()[0] < 100
+    assert 3 <= sum(0 <= tick <= 1000 for tick in minus.get_xticks()) <= 5  # labels have room
     panel = pictures.list_loss_panels(group, "kern")[0]
     losses = [loss_of(run.folder) for run in group.runs]
     kern, tanh = np.mean(losses[3:]), np.mean(losses[:3])
@@ -95,6 +96,8 @@ def test_losses_over_a_key(tmp_path):
     tanh = ["tanh, gate_norm own", "tanh, gate_norm 2"]
     assert list(lines_of(losses)) == [*tanh, "kern, gate_norm own", "kern, gate_norm 2"]
     assert list(lines_of(minus)) == tanh
+    figure = losses.get_figure(root=True)
+    assert figure.get_figheight() * 72 == pytest.approx(225 + 4 * 14)  # as high as the highest
     for axes in (losses, minus):  # such long names are below the panel
         (legend,) = axes.figure.legends
         assert [text.get_text() for text in legend.get_texts()] == list(lines_of(axes))
@@ -258,6 +261,25 @@ def test_a_loss_that_explodes_is_clipped_with_an_arrow(tmp_path):
     minus = pictures.list_loss_panels(load_groups(*runs)[0], "tanh")[1]
     difference = loss_of(runs[0], 100) - 90
     assert minus.note == f"↓ down to {difference:.3g}"
+
+
+def test_a_line_that_ends_early_beyond_the_frame_is_named_at_its_edge(tmp_path):
+    runs = make_seeds(tmp_path, {"kern": 2, "tanh": 2}, 1, points=20, without=BARE)
+    file = runs[0] / "metrics.jsonl"
+    lines = []
+    for line in map(json.loads, file.read_text().splitlines()):
+        if "train/loss" in line and line["step"] > 200:
+            del line["train/loss"]
+        if "train/loss" in line and line["step"] > 50:
+            line["train/loss"] += 50
+        if line.keys() & {"train/loss", "val/loss"}:
+            lines.append(json.dumps(line) + "\n")
+    file.write_text("".join(lines))
+    (panel, *_) = pictures.list_measure_panels(load_groups(*runs)[0], "kern")
+    axes = pictures.draw_figure([panel]).axes[0]
+    assert axes.get_ylim()[1] < 6 and "↑ up to 5" in list_notes(axes)
+    places = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert places["kern"] == 1 and 0 < places["tanh"] < 1
 
 
 def test_a_run_at_step_0_has_no_line_on_a_logarithmic_axis(tmp_path):

@@ -300,6 +300,44 @@ def measured(tokenizer, folder: Path, texts, allow_loss=True) -> list[dict]:
     return measure_losses([file], Encoder(tokenizer, 0.1), allow_loss)
 
 
+class NoDigits(ByteTokenizer):
+    """Digits do not come back."""
+
+    name = "no digits"
+
+    def decode(self, ids):
+        return "".join(c for c in super().decode(ids) if not c.isdigit())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "compared"),
+    [
+        # 12 documents and 60 characters are shared by the files, at least 3 and 10 are of each
+        ([["12345"] * 20], 60),  # 12 documents
+        ([["1"] * 20], 12),
+        ([["1"] * 20, ["1"] * 20], 6 + 6),
+        ([["1"] * 20] * 6, 6 * 3),
+        ([["1" * 100], ["2" * 100]], 30 + 30),
+        ([["1" * 7, "2" * 7, "3" * 7, "4" * 7, "5" * 7]] * 2, 30 + 30),
+        ([["1" * 100]] * 12, 6 * 10),  # until there are 60
+        ([["", " ", "1" * 9, "2"] + ["3"] * 20] * 5, 5 * 9),  # 3 documents of a file
+    ],
+)
+def test_how_much_of_a_source_is_compared(tmp_path, monkeypatch, sizes, compared):
+    """And all that is compared is lost here, up to the example's 15 characters."""
+    limits = {"DOCUMENTS": 12, "CHARACTERS": 60, "LEAST_DOCUMENTS": 3, "LEAST_CHARACTERS": 10}
+    for name, value in limits.items():
+        monkeypatch.setattr(f"data.round_trip.{name}", value)
+    inputs = []
+    for number, texts in enumerate(sizes):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(jsonl(texts))
+        inputs.append(Input(str(path), path.name, 1, source="notes"))
+    (loss,) = measure_losses(inputs, Encoder(NoDigits(), 0.1), True)
+    n_blank = sum(text == " " for texts in sizes for text in texts)
+    assert (loss["characters"] - n_blank, loss["lost"]) == (compared, compared)
+
+
 @pytest.mark.parametrize("kind", ["byte level", "Metaspace", "strange eos"])
 def test_nothing_is_lost(folders, kind, tmp_path, capsys):
     assert measured(load_tokenizer(str(folders[kind])), tmp_path, MIXED) == []
@@ -383,6 +421,18 @@ def test_a_small_loss_is_said_and_kept(folders, tmp_path, capsys):
     assert "warning: tokenizer" in capsys.readouterr().out
 
 
+def test_the_largest_loss_that_is_allowed(tmp_path, capsys):
+    """One of 1,000 characters; 2 of 1,999 are too many. The example is the first difference."""
+    (loss,) = measured(NoDigits(), tmp_path, ["a" * 500, "b" * 450 + "7" + "c" * 49], False)
+    example = f"{'b' * 15 + '7' + 'c' * 14!r} becomes {'b' * 15 + 'c' * 15!r}"
+    assert loss == {"source": "notes", "characters": 1000, "lost": 1, "example": example}
+    share = "1 of 1,000 characters (0.1%) of the first documents of notes are lost: "
+    said = f"warning: tokenizer no digits: {share}{example}\n"
+    assert capsys.readouterr().out == said
+    with pytest.raises(DataError, match=r"2 of 1,999 characters \(0\.1%\).*7.*--allow-loss"):
+        measured(NoDigits(), tmp_path, ["a" * 999, "7" + "b" * 998 + "8"], False)
+
+
 def test_a_declared_normalisation_is_said_once(folders, tmp_path, capsys):
     made = build("byte level")
     made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
@@ -434,6 +484,11 @@ def test_bytes_of_tokens_are_those_of_the_text(folders, kind):
         ids, sizes = own.measure_tokens(text)
         assert ids.tolist() == own.encode(text)
         assert (sizes >= 0).all() and sizes.sum() == len(text.encode())
+        if kind == "byte level":  # a letter's bytes in several tokens count for the last of them
+            of_ids = token_bytes(own)
+            assert b"".join(of_ids[i] for i in ids) == text.encode()
+            ends = np.cumsum([len(of_ids[i]) for i in ids])
+            assert not text.isascii() or np.cumsum(sizes).tolist() == ends.tolist()
 
 
 class NoModel:

@@ -101,7 +101,7 @@ def locked(folder):
 # the number decides nothing
 @pytest.mark.parametrize("owner", [1, os.getpid(), dead_process()], ids=["init", "alive", "dead"])
 @pytest.mark.parametrize("lines, held, host, quiet, state", [
-    ([], True, ME, 1, "running"), (END, True, ME, 299, "running"), (LOG, True, ME, 301, "running"),
+    ([], True, ME, 1, "running"), (END, True, ME, 300, "running"), (LOG, True, ME, 301, "running"),
     ([], False, ME, 1, "stopped"), (LOG, False, ME, 301, "stopped"),
     (END, False, ME, 1, "finished"),
     # without its last evaluation
@@ -205,6 +205,10 @@ def test_numbers_and_the_time_left(make_run):
     with locked(folder):
         assert [*describe_run(read_run(folder)).values()] == row
     assert describe_run(read_run(folder))["left"] == ""
+    young = make_run("two", [(10, {"train/loss": 3.0})], dead_process())
+    with locked(young):
+        row = describe_run(read_run(young))
+    assert (row["state"], row["tokens/s"], row["left"]) == ("running", "", "")  # no speed yet
 
 
 SLOW = "warning: slow disk"
