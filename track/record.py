@@ -66,11 +66,16 @@ def write_record(path: Path, record: Record) -> None:
     write_atomic(path, text + "\n", durable=True)
 
 
+def refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and Infinity, which Python reads though they are not JSON."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def read_json(path: Path) -> Record:
     """Read a file that may be a record. Raises ValueError if it is no JSON object."""
     try:
         check_regular(path)
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(), parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}; take it from its commit again") from None
     if not isinstance(record, dict):

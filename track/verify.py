@@ -230,7 +230,7 @@ def find_run_faults(protocol: Protocol, record: Record, required: Sequence[Task]
 
 
 def find_measure_faults(record: Record) -> list[str]:
-    """List measures and times that are no numbers, or that only some judged runs have.
+    """List measures and times that are negative or no numbers, or that only some judged runs have.
 
     A router without gates has no measures of them.
     """
@@ -242,7 +242,7 @@ def find_measure_faults(record: Record) -> list[str]:
         if measure == "gate_norm":  # at the start and at the end
             is_complete = is_complete and all(len(pair) == 2 for pair in values)
             values = [number for pair in values for number in pair]
-        if not is_complete or not all(math.isfinite(value) for value in values):
+        if not is_complete or not all(math.isfinite(value) and value >= 0 for value in values):
             faults.append(
                 f"{measure} is missing or no number in a judged run; {AGAIN} {record['name']}"
             )
@@ -256,7 +256,9 @@ def find_measure_faults(record: Record) -> list[str]:
 def find_code_faults(record: Record) -> list[str]:
     """List what is wrong with the commits that a record names."""
     faults = []
-    if not record["made"] or any(run["made"] >= len(record["made"]) for run in record["runs"]):
+    if not record["made"] or any(
+        run["made"] not in range(len(record["made"])) for run in record["runs"]
+    ):
         return ["its runs name no commit"]
     for made in record["made"]:
         commit = made["commit"]
