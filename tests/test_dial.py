@@ -1,5 +1,6 @@
 """The dial of scripts.plan: configs for a budget, the ladder of config/ladder, bad input."""
 
+import math
 import re
 import tomllib
 
@@ -57,6 +58,11 @@ def test_last_rung_has_the_size_of_the_paper(call, tmp_path):
 
 
 def test_more_hours_and_gpus_give_more(call):
+    out = call(plan.main, "--hours", 3, "--gpus", 3, "--mfu", 0.2)
+    assert re.search(r"^  time +(2\.9|3\.0) h on 3 x H100 at an MFU of 0.20 \(given\)", out, re.M)
+    (rows,) = re.findall(r"^batch_size = (\d+)", out, re.M)
+    power = 3 * math.ceil(2 ** round(math.log2(int(rows))) / 3)  # the next multiple of 3
+    assert int(rows) == power
     sizes = []
     for hours, gpus in ((1, 1), (24, 1), (24, 8)):
         out = call(plan.main, "--hours", hours, "--gpus", gpus)

@@ -57,7 +57,7 @@ def test_intervals_hold_the_truth_in_95_percent_of_ladders():
     assert (shares > 0.93).all() and (shares < 0.97).all(), shares
 
 
-def test_a_misfit_is_reported():
+def test_a_misfit_is_reported(monkeypatch):
     """By an F-test of scipy.stats; budgets that are off by ten times the seeds' deviation."""
     ladder = draw_ladder(0)
     fitted = fit.fit_ladder(ladder, n_draw=50)
@@ -70,6 +70,9 @@ def test_a_misfit_is_reported():
     within = np.mean([losses.var(ddof=1) for losses in ladder.losses])
     wanted = stats.f.sf(between / within, 2, 10)
     assert fit.find_misfit(fitted) == pytest.approx(wanted, rel=1e-6)
+    for p_value, is_said in ((0.049, True), (0.051, False)):
+        monkeypatch.setattr(fit, "find_misfit", lambda _, p=p_value: p)
+        assert (f"(p = {p_value})" in fit.describe(fitted, "nats")) == is_said
 
 
 def make_rung(folder, width: int, seed: int, *overrides: str, **shape):
@@ -197,6 +200,20 @@ def test_other_mixtures_are_refused(call, tmp_path):
     assert "train.init_from = runs/other, whose FLOPs" in call(fit.main, branch, code=2)
     (folders[32, 1] / "metrics.jsonl").write_text("{")
     assert str(folders[32, 1]) in call(fit.main, folders[32, 1], folders[128, 1], code=2)
+
+
+@pytest.mark.parametrize(
+    ("floors", "exponents"), [((1, 2), (0.01, 0.3)), ((1, 2), (0.3, 2)), ((-0.1, 2), (0.3, 0.4))]
+)
+def test_laws_that_reach_a_limit_are_not_decided(floors, exponents):
+    draws = [fit.Law(*row) for row in zip(floors * 40, [1] * 80, exponents * 40, strict=True)]
+    said = (
+        f"any α from {exponents[0]:.2f} to {exponents[1]:.2f} and any L∞ from {floors[0]:.2f} to "
+    )
+    with pytest.raises(ValueError, match=f"{said}{floors[1]:.2f};"):
+        fit.check_fit(fit.Fit(draw_ladder(0), draws[0], draws))
+    inner = [fit.Law(floor, 1, exponent) for floor in (0.1, 2) for exponent in (0.3, 0.4)]
+    fit.check_fit(fit.Fit(draw_ladder(0), inner[0], inner * 20))
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,13 @@ def test_plan_ends_with_what_to_choose(call, words, last_line):
     assert last_line in call(plan.main, LARGE, *words.split()).splitlines()[-1]
 
 
+def test_an_mfu_is_at_most_all(call):
+    assert "at an MFU of 1.00 (given), " in call(plan.main, LARGE, "--mfu=1")
+    config = configure.load(LARGE, world_size=8)
+    mfu = estimate_mfu(config, GPUS["H100"], 8)
+    assert f"x H100 at an MFU of {mfu:.2f} (estimated), " in call(plan.main, LARGE)
+
+
 def test_a_narrow_terminal_shows_the_plans_that_fit(call, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "45")

@@ -7,12 +7,14 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from fake_runs import add_checkpoint
 from runs import REPO_ROOT, wait_until
 from runs import run as train_run
 
@@ -133,6 +135,9 @@ def test_a_trial_with_other_settings_is_not_reported(sweep_file, fake_trainer, c
         given = [*overrides, f"--model.router={json.dumps(routers)}"]
         points = sweep.list_points(str(sweep_file), given)
         assert points[-1].folder != folder.path_of(trial)
+        named = [*overrides, "--model.router=kern", f"--run.name={folder.path_of(trial).name}"]
+        (chosen,) = sweep.list_points(str(sweep_file), named)  # train.py explains it
+        assert chosen.folder == folder.path_of(trial)
         for point in points:
             point.folder.mkdir(exist_ok=True)
             folder.RunFolder(point.folder).write_config(point.config)
@@ -190,17 +195,26 @@ def test_missing_data_and_trunks_are_found_before_the_first_point_starts(
         sweep.main, sweep_file, "--model.vocab_size=100", code=2
     )
     same = ["model.router=kern", "run.seed=0", "optim.schedule=wsd"]
-    trunk = tiny(*same, "run.name=trunk", "train.max_steps=10", "train.keep_steps=4")
+    of_trunk = [*same, "run.name=trunk", "train.max_steps=10", "train.keep_steps=4"]
+    trunk = tiny(*of_trunk)
     words = [f"--{word}" for word in same]
     words += [f"--train.branch_from={folder.path_of(trunk)}", "--train.max_steps=[5,8]"]
     assert "[2/2]" in call(sweep.main, sweep_file, *words, "--dry-run")
     assert "no config.toml there, so not a run; train it first" in call(
         sweep.main, sweep_file, *words, code=2
     )
+    points = sweep.list_points(str(sweep_file), words)
+    first = sweep.Point("1/3", [f"--{word}" for word in of_trunk], trunk)
+    sweep.check_points(str(sweep_file), [first, *points], 1, with_files=True)
+    copies = [add_checkpoint(point.folder, 2) for point in points]  # they resume without a trunk
+    sweep.check_points(str(sweep_file), points, 1, with_files=True)
+    for copy in copies:
+        shutil.rmtree(copy)
     train_run(trunk)
     assert "no checkpoint of step 6" in call(sweep.main, sweep_file, *words, code=2)
-    sweep_file.write_text(sweep_file.read_text() + '"data.name" = ["tiny", "absent"]\n')
-    assert "absent" in call(sweep.main, sweep_file, code=2) and fake_trainer() == []
+    sweep_file.write_text(sweep_file.read_text() + '"data.name" = ["tiny", "void"]\n')
+    assert "/void: no such data set" in call(sweep.main, sweep_file, code=2)
+    assert fake_trainer() == []
 
 
 # ---- totals
@@ -219,6 +233,14 @@ def test_totals_are_of_what_is_left(monkeypatch, branch_step, done, left):
     # 12 bytes per parameter, 2 checkpoints
     total = 24 * count_parameters(point.config.model)[0] / 2**30
     assert f"{hours:,.1f} GPU hours (A100, MFU 0.50), {total:.1f} GiB of checkpoints" in line
+    assert "GPU hours (A100, estimated), " in sweep.format_totals([point], [point], None, "A100")
+    kept = train.model_copy(update={"keep_steps": "7,9"})  # besides the last two
+    other = point._replace(config=point.config.model_copy(update={"train": kept}))
+    line = sweep.format_totals([point, other], [point, other], 0.5)
+    assert f"{3 * total:.1f} GiB of checkpoints" in line
+    for hours_left, is_said in ((0.06, True), (0.04, False)):
+        monkeypatch.setattr(sweep.plan, "estimate_hours", lambda *_, h=hours_left: h / left)
+        assert ("GPU hours" in sweep.format_totals([point], [point], 0.5)) == is_said
 
 
 # ---- rehearsals
@@ -301,6 +323,14 @@ def test_parallel_points_have_separate_logs_and_threads(
     assert failed == [f"{runs}/tiny-dense-seed0/train.log", f"{runs}/tiny-dense-seed1/train.log"]
 
 
+def test_a_point_that_is_not_announced_has_a_log(sweep_file, fake_trainer, capfd):
+    points = sweep.list_points(str(sweep_file), ["--run.seed=0"])
+    ended = list(sweep.train_points(str(sweep_file), points, [[]], Stop()))
+    assert ended == [(points[0], 1), (points[1], 0)] and capfd.readouterr().out == ""
+    logs = [(point.folder / "train.log").read_text() for point in points]
+    assert logs == ["says 0 dense\n", "says 0 kern\n"]
+
+
 @pytest.mark.parametrize(
     ("gpus", "parallel", "shares"),
     [
@@ -321,7 +351,11 @@ def test_gpus_are_split_evenly(gpus, parallel, shares):
 def test_gpus_are_those_visible_to_this_process(sweep_file, monkeypatch, call):
     monkeypatch.setattr(sweep.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
-    for visible, wanted in (("", ["0", "1"]), ("3,GPU-b", ["3", "GPU-b"])):
+    some_on_cpu = sweep.list_points(str(sweep_file), [])
+    some_on_cpu += sweep.list_points(str(sweep_file), ["--train.device=auto"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert sweep.find_gpus(some_on_cpu) == ["0", "1"]
+    for visible, wanted in (("", ["0", "1"]), ("3,GPU-b,5", ["3", "GPU-b"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert (
             sweep.find_gpus(sweep.list_points(str(sweep_file), ["--train.device=auto"])) == wanted
@@ -467,8 +501,10 @@ def slurm(tmp_path):
 def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm, call):
     script = tmp_path / "new" / "array.sbatch"
     out = call(sweep.main, sweep_file, "--train.max_steps=3", "--slurm", script, "--parallel=3")
-    assert f"sbatch {script}" in out
+    assert out.endswith(f"sbatch {script}    # 4 tasks\n")
     head = script.read_text().partition("\ncase ")[0].splitlines()
+    assert head[1].startswith(f"# 4 points of {sweep_file}, one task each. ")
+    assert "#SBATCH --output=nanokern-%A_%a.out" in head
     # sbatch reads options up to the first command
     assert all(line.startswith("#") for line in head)
     assert {"#SBATCH --signal=B:USR1@120", "#SBATCH --array=0-3%3"} <= {*head}

@@ -22,6 +22,7 @@ import urllib.error
 import urllib.request
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import fake_runs
 import pytest
@@ -253,6 +254,16 @@ def test_the_table(make_run, tmp_path, call, monkeypatch):
     )
     assert a.split() == ["runs/a", "stopped", "50", "of", "100", "50%", "2.5000", "3.0000", "80"]
     assert left_out.startswith("left out: runs/c: ")
+    (make_run("d") / "config.toml").write_text("[model\n")
+    assert [line[:16] for line in call(watch.main).splitlines()[3:]] == [
+        "left out: runs/c",
+        "left out: runs/d",
+    ]
+    said = call(watch.main, "runs/a", "x", "y", code=2)
+    assert said.startswith("error: x, y: no such folder; ")
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "make_server", mock.Mock(side_effect=OSError("in use")))
+        assert "port 6060: in use; name another" in call(watch.main, "--serve", code=2)
     with make_server(0, lambda: Reading([], [])) as server:
         port = str(server.server_port)
         assert f"port {port}: " in call(watch.main, f"--serve={port}", code=2)
@@ -291,6 +302,22 @@ def read_page(reading):
     return build_page(reading, {})["/"].decode()
 
 
+def assert_replies(port, kinds):
+    """Each path has its kind, whatever the query, and is not sent again while it stays as it is."""
+    for path, kind in kinds.items():
+        for query in ("", "?a=b"):
+            connection = http.client.HTTPConnection("localhost", port, timeout=20)
+            connection.request("GET", path + query)
+            reply = connection.getresponse()
+            content = reply.read()
+            assert (reply.status, reply.headers.get_content_type()) == (200, kind)
+            assert len(content) == int(reply.headers["Content-Length"]) > 99
+            known = {"If-None-Match": reply.headers["ETag"]}
+            connection.request("GET", path + query, headers=known)
+            assert connection.getresponse().status == 304
+            connection.close()
+
+
 def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
     """Unfinished runs beside finished ones.
 
@@ -299,8 +326,11 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
     for router, until in (("kern", 1.0), ("tanh", 0.5)):
         fake_runs.make_run(tmp_path / f"runs/{router}", f"model.router={router}", until=until)
 
-    with serve(lambda: read_runs([tmp_path / "runs"])) as (get, _):
+    with serve(lambda: read_runs([tmp_path / "runs"])) as (get, port):
         page = get()
+        picture = re.search(r'<img[^>]* src="/?([^"]*)"', page)[1]
+        types = {"/": "text/html", f"/{picture}": "image/svg+xml", "/live.js": "text/javascript"}
+        assert_replies(port, types)
         assert "live.js" in page and '<img alt="validation loss' in page
         assert re.search(r"<td>\S+/runs/tanh</td><td>tanh</td><td>stopped</td><td>500 of", page)
         assert (
@@ -326,26 +356,15 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
             with pytest.raises(urllib.error.HTTPError) as error:
                 get(path, host)
             assert error.value.code == code
+        full = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(watch, "build_page", mock.Mock(side_effect=full))
+        append(tmp_path / "runs/tanh", (700, {"train/loss": 1.2}))
+        with pytest.raises(urllib.error.HTTPError, match="500") as error:
+            get()
+        assert "no page: [Errno 28] No space left" in error.value.read().decode()
 
 
-def test_replies_say_their_kind_and_are_sent_once(tmp_path):
-    """A query is part of no name; the server is seen from this machine alone."""
-    fake_runs.make_run(tmp_path / "runs/kern")
-    with serve(lambda: read_runs([tmp_path / "runs"])) as (get, port):
-        address = "/" + re.search(r'<img[^>]* src="/?([^"]*)"', get())[1]
-        kinds = {"/": "text/html", address: "image/svg+xml", "/live.js": "text/javascript"}
-        for path, kind in kinds.items():
-            for query in ("", "?a=b"):
-                connection = http.client.HTTPConnection("localhost", port, timeout=20)
-                connection.request("GET", path + query)
-                reply = connection.getresponse()
-                content = reply.read()
-                assert (reply.status, reply.headers.get_content_type()) == (200, kind)
-                assert len(content) == int(reply.headers["Content-Length"]) > 99
-                known = {"If-None-Match": reply.headers["ETag"]}
-                connection.request("GET", path + query, headers=known)
-                assert connection.getresponse().status == 304
-                connection.close()
+def test_the_server_is_seen_from_this_computer_alone():
     with make_server(0, lambda: Reading([], [])) as server:
         assert server.server_address[0] == "127.0.0.1"
 
