@@ -22,6 +22,7 @@ from scipy import stats
 
 import configure
 import train
+from data import DataError
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import generation, val_loss
 from eval.scoring import Scorer, scoring_dtype
@@ -246,22 +247,25 @@ def run(tiny):
 
 def test_average_is_the_mean_of_the_last_checkpoints(run, monkeypatch):
     """A checkpoint's description, which is as long as the model is deep, is read once."""
-    states = [load_model(run, step).model.state_dict() for step in (4, 6)]
+    states = [load_model(run, step).model.state_dict() for step in (2, 4, 6)]
     unpickler = mock.Mock(wraps=checkpoint.TensorUnpickler)
     monkeypatch.setattr(checkpoint, "TensorUnpickler", unpickler)
-    mean = load_model(run, 6, average=2)
-    assert unpickler.call_count == 2
-    assert (mean.step, mean.label) == (6, "step_00000006_mean2") and not mean.model.training
+    mean = load_model(run, 6, average=3)
+    assert unpickler.call_count == 3
+    assert (mean.step, mean.label) == (6, "step_00000006_mean3") and not mean.model.training
+    lazy = load_model(run, 6, average=3, lazy=True)
     for name, tensor in mean.model.state_dict().items():
-        wanted = (states[0][name].double() + states[1][name].double()) / 2
+        wanted = sum(state[name].double() for state in states) / 3
         torch.testing.assert_close(tensor, wanted.float(), rtol=0, atol=0)
-    assert not torch.equal(mean.model.wte.weight, states[1]["wte.weight"])
+        assert torch.equal(lazy.state[name], tensor)
+    assert not torch.equal(mean.model.wte.weight, states[2]["wte.weight"])
     last = load_model(run)
     assert (last.step, last.label) == (8, "step_00000008")
     for wrong, word in ((0, "name 1 to 4"), (5, "name 1 to 4")):
-        with pytest.raises(ValueError, match=f"--average {wrong}: .* has 4 checkpoint.* {word}"):
+        said = rf"--average {wrong}: .* has 4 checkpoint\(s\) up to step 8; {word}, or train"
+        with pytest.raises(ValueError, match=said):
             load_model(run, average=wrong)
-    with pytest.raises(ValueError, match="name 1 to 1"):
+    with pytest.raises(ValueError, match="up to step 2; name 1 to 1"):
         load_model(run, 2, average=2)
 
 
@@ -321,6 +325,7 @@ def dense_run(module_tiny):
     """
     # 6 windows: 4, then 2
     own = ["train.micro_batch_size=4", "train.checkpoint_interval=2", f"run.seed={SEED}"]
+    own.append("train.ema_decay=0.5")
     train_run(config := module_tiny("model.router=dense", "run.name=dense", *own))
     return folder.path_of(config)
 
@@ -546,13 +551,68 @@ def test_runs_that_cannot_be_paired(dense_run, module_tiny, call):
     assert "have other windows of" in said and "(--windows)" in said
 
 
+def test_what_cannot_be_paired_is_named():
+    def make(folder, tokenizer, *corpora):
+        return (SimpleNamespace(folder=folder, metadata={"tokenizer": tokenizer}), None), corpora
+
+    def corpus(name, stop=8):
+        return SimpleNamespace(name=name, windows=np.array([[0, stop, 0]]))
+
+    first = make("runs/a", "bytes", corpus("x"), corpus("y"))
+    for other, said in (
+        (make("runs/b", "gpt2", corpus("x"), corpus("y")), "have other tokenizers: score them one"),
+        (make("runs/b", "bytes", corpus("y")), "have the sets y and x, y: name one set or text"),
+        (make("runs/b", "bytes", corpus("x"), corpus("y", 9)), "have other windows of y: name"),
+    ):
+        models, corpora = zip(first, first, other, strict=True)
+        with pytest.raises(DataError, match=f"^runs/b and runs/a {said}"):
+            val_loss.check_paired(models, corpora)
+    val_loss.check_paired(*zip(first, first, strict=True))
+
+
+def test_a_long_document_leaves_one_degree_of_freedom():
+    windows = np.array([[0, 1000, 0], [1000, 1001, 1000]])
+    corpus = val_loss.Corpus("x", None, windows, np.array([0, 1]))
+    scored = [
+        val_loss.Scored(corpus, np.array(nats), None) for nats in ([900.0, 2.0], [800.0, 1.0])
+    ]
+    assert val_loss.compare_scored(*scored).freedom == 1
+
+
+def test_weights_and_data_are_said(dense_run, tmp_path, call, monkeypatch, corpus, capsys):
+    """Which mean, a set here before one in data.dir, and that a set is no longer the same."""
+    monkeypatch.chdir(tmp_path)
+    write_set(tmp_path / "tiny", ByteTokenizer(), 99)
+    printed = call(main, dense_run, "--average", 2, "--data", "tiny")
+    assert printed.startswith(f"{dense_run}, step 4, mean of 2 checkpoints; no overlap\n")
+    (row,) = read_tables(printed)[0]
+    assert (row["data"], row["windows"]) == ("tiny (val)", "3")
+    file = dense_run / "eval/step_00000004_mean2/val_loss.json"
+    line = json.loads(file.read_text().splitlines()[-1])
+    facts = {"run": "dense", "step": 4, "average": 2, "ema": False, "data": "tiny", "split": "val"}
+    assert {key: line[key] for key in facts} == facts
+    assert ", step 4, EMA of decay 0.5; stride 8\n" in call(main, dense_run, "--ema", "--stride", 8)
+    file = dense_run / "eval/step_00000004_ema/val_loss.json"
+    line = json.loads(file.read_text().splitlines()[-1])
+    assert (line["average"], line["ema"]) == (1, True)
+    trained_model = load_model(dense_run)
+    args = SimpleNamespace(split="val", stride=None, windows=2)
+    for data, is_same in (("0", False), (trained_model.metadata["data"], True)):
+        metadata = trained_model.metadata | {"data": data}
+        val_loss.open_own(trained_model._replace(metadata=metadata), args)
+        said = capsys.readouterr().out
+        note = f"note: {corpus / 'tiny'} is no longer the data that dense was trained on\n"
+        assert said == ("" if is_same else note)
+
+
 def write_set(path, tokenizer, length=99):
     ids = tokenizer.encode("x" * length)
     write_ids(path, ids, ids, tokenizer=tokenizer)
 
 
 BAD_INPUT = {
-    "--data tiny2": "--data tiny2: no such file",
+    "--data tiny2": "--data tiny2: no such file, and no prepared set here or in {data}, which "
+    "holds tiny; name one",
     "--stride 33": "--stride 33: expected 1 to 32",
     "--data {}/short.txt": "short.txt: 1 token(s), expected at least 2",
     "--data {}/other": "other: its tokenizer ('gpt2') is not that of dense",
@@ -562,14 +622,14 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize(("words", "message"), BAD_INPUT.items())
-def test_bad_input(dense_run, tmp_path, call, fake_ranks, words, message):
+def test_bad_input(dense_run, tmp_path, call, fake_ranks, words, message, corpus):
     (tmp_path / "short.txt").write_text("x")
     write_set(tmp_path / "other", GPT2Tokenizer(fake_ranks))
     write_set(tmp_path / "small", ByteTokenizer(), 20)
     write_set(tmp_path / "damaged", ByteTokenizer())
     (tmp_path / "damaged/val-00000.bin").write_bytes(b"y\0" * 99)
     said = call(main, dense_run, *words.format(tmp_path).split(), code=2)
-    assert said.startswith("error: ") and message in said
+    assert said.startswith("error: ") and message.format(data=corpus) in said
     with pytest.raises(SystemExit, match="2"):
         main([str(dense_run), "--windows", "0"])
 

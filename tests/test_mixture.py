@@ -199,6 +199,14 @@ def test_routing_is_measured_on_the_mixture_or_on_one_set(trained, sets):
     inputs, targets, name = read_validation(model, Namespace(data="books", windows=4))
     wanted = np.array([parts[1].read(32 * w, 33) for w in fixed_windows(parts[1], 32, 4)])
     assert name == str(sets / "books")
+    by_path = read_validation(model, Namespace(data=str(sets / "books"), windows=4))
+    assert np.array_equal(by_path[0], inputs) and by_path[2] == name
+    assert len(read_validation(model, Namespace(data=None, windows=None))[0]) == 64
+    spread = model.config.eval.model_copy(update={"spread": "tokens"})
+    evenly = model._replace(config=model.config.model_copy(update={"eval": spread}))
+    evenly_read, *_ = read_validation(evenly, Namespace(data="books", windows=4))
+    even = [parts[1].read(32 * w, 32) for w in fixed_windows(parts[1], 32, 4, "tokens")]
+    assert np.array_equal(evenly_read, even) and not np.array_equal(inputs, even)
     assert np.array_equal(inputs, wanted[:, :-1]) and np.array_equal(targets, wanted[:, 1:])
 
 

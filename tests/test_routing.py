@@ -270,7 +270,8 @@ def test_a_text_goes_where_a_pass_over_its_document_sends_it(made):
 
 BAD_INPUT = {
     "--other {}/dense": "dense is dense and has no router; name a run with another model.router",
-    "--other {}/softmax": "kern and softmax cannot be compared: model.top_k is 2 and 3",
+    "--other {}/softmax": "kern and softmax cannot be compared: model.top_k is 2 and 3; name a run "
+    "with 2",
     "--windows -1": "--windows -1: expected 1 or more",
     "--windows 1": "tiny: 1 window, chance needs two; raise --windows or name a larger set",
     "--windows 2": "no token occurs 65 times among 64 tokens; raise --windows",
@@ -284,23 +285,53 @@ def test_bad_input_is_named(made, words, message, call, monkeypatch):
     assert line.startswith("error: ") and message in line
 
 
+def test_models_of_other_tokenizers_are_not_compared(made):
+    trained = load_model(made / "kern")
+    routing.check_comparable(trained, load_model(made / "kern", 2))
+    other = trained._replace(metadata=trained.metadata | {"tokenizer": "another"})
+    with pytest.raises(ValueError, match="kern and kern have different tokenizers"):
+        routing.check_comparable(trained, other)
+
+
+def test_agreement_that_cannot_exceed_chance():
+    """Of a layer that always chooses all experts."""
+    layer = {"layer": 3, "same_number": 0.5, "same_number_by_chance": 0.25}
+    layer |= {"matched": 1.0, "matched_by_chance": 1.0}
+    assert routing.tabulate_agreement([layer])[1] == [["3", "50% (25%)", "100% (100%)", "-"]]
+
+
 # ---- scripts/draw.py: the picture of a routing.json; report/style.py
-def test_loads_are_relative_to_the_layer(tmp_path, capsys):
+def test_loads_are_relative_to_the_layer(tmp_path, capsys, call):
     layers = [{"layer": 1, "loads": [30, 20, 6, 0]}, {"layer": 2, "loads": [28, 28, 28, 28]}]
     report = {"run": "kern", "step": 1000, "layers": layers}
-    axes = draw.plot_loads(report).axes[0]
+    figure = draw.plot_loads(report)
+    axes = figure.axes[0]
+    assert axes.get_title() == "kern, step 1,000" and axes.images[0].get_clim() == (0, 4)
+    deep = draw.plot_loads(report | {"layers": layers * 20})
+    assert deep.get_figheight() - figure.get_figheight() == pytest.approx(0.14 * (40 - 6))
     shares = axes.images[0].get_array()
     assert shares[0].tolist() == pytest.approx([30 / 14, 20 / 14, 6 / 14, 0])
     assert shares[1].tolist() == [1] * 4
     assert axes.lines[0].get_xydata().tolist() == [[3, 0]]  # the expert without a token
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2"]
     (tmp_path / "file.json").write_text(json.dumps(report))
+    for place in (tmp_path, tmp_path / "runs/b", tmp_path / "runs/a"):
+        assert f"{tmp_path}: a folder; run eval.routing first" in call(draw.main, tmp_path, code=2)
+        place.mkdir(parents=True, exist_ok=True)
+    for name in ("b", "a"):
+        (tmp_path / f"runs/{name}/routing.json").touch()
+    first = f"{tmp_path}: a folder; name a file, such as {tmp_path}/runs/a/routing.json"
+    assert first in call(draw.main, tmp_path, code=2)
+    assert "not a file" in call(draw.main, "/dev/null", code=2)
     assert draw.main([str(tmp_path / "file.json")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "loads.png")
     assert (tmp_path / "loads.png").exists()
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"layers": 1}', "\x00"])
+HUGE = '{"run": "a", "step": 1, "layers": [{"layer": 0, "loads": [%s]}]}' % 10**400
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"layers": 1}', "\x00", "[" * 10**5, HUGE])
 def test_another_file_is_refused(write, call, content):
     assert "not written by eval.routing" in call(draw.main, write(content, "file.json"), code=2)
 
@@ -499,6 +530,8 @@ DAMAGED = {
         "tokens": np.zeros((6, 31), np.uint16)
     },
     "are not those of 6 windows of 32": {"experts": np.full((2, 192, 2), 8, np.int16)},
+    "are not those of 6 windows of 32;": {"experts": np.full((2, 192, 2), -1, np.int16)},
+    "are not those of 6 windows of 32; write": {"tokens": np.full((6, 33), 257, np.uint16)},
     "is not a routing trace (not enough values to unpack": {"experts": np.array(1)},
 }
 
