@@ -74,7 +74,6 @@ class Adapter(TemplateLM):
             loglikelihood = Loglikelihood(result.loglikelihood)
             loglikelihood.size = count_scored_bytes(*key)
             scores.append((loglikelihood, result.greedy))
-            self.cache_hook.add_partial("loglikelihood", key, scores[-1])
         return scores
 
     def loglikelihood_rolling(

@@ -9,12 +9,14 @@ import random
 import re
 import shutil
 import statistics
+from unittest import mock
 
 import lm_eval
 import pytest
 import torch
 from conftest import WORDS as BASIC
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
 from runs import REPO_ROOT, modules_in, read_tables
@@ -25,15 +27,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import configure
 import train
 from data.tokenizer import ByteTokenizer
-from eval import downstream, tasks
-from eval.harness import Adapter
+from eval import downstream, scoring, tasks
+from eval.harness import Adapter, Loglikelihood, count_scored_bytes
 from eval.routing import record_routing
 from eval.scoring import Scorer, batch_by_length
 from eval.trained import load_run
 from hf.export.export import export_run
 from hf.formats import FORMATS
 from hf.tokenizer_files import write_tokenizer
-from runtime import folder
+from runtime import RunError, folder
 
 DENSE = {"model.router": "dense", "model.pos": "learned"}
 
@@ -129,8 +131,9 @@ def test_loglikelihoods_equal_hflms(clients):
 
 
 def test_generation_and_an_answer_without_a_token_are_refused(clients):
-    with pytest.raises(ValueError, match="'' after 'so' has no token"):
-        ask(clients[1], "loglikelihood", [("so", "")])
+    with pytest.raises(ValueError, match=f"'' after '{'x' * 58}so' has no token"):
+        ask(clients[1], "loglikelihood", [("start" + "x" * 70 + "so", "")])
+    assert count_scored_bytes("so  ", "\ud800é") == 2 + 1 + 2  # half a pair counts as one byte
     with pytest.raises(ValueError, match="scripts.export"):
         ask(clients[1], "generate_until", [("x", {"until": []})])
 
@@ -165,6 +168,7 @@ def finished(module_tiny):
         "optim.lr=0.05",
         "train.checkpoint_interval=2",
         "train.keep_checkpoints=3",
+        "train.ema_decay=0.5",
     ]
     train.train(config := module_tiny(*sizes))
     return folder.path_of(config)
@@ -209,6 +213,8 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
     table = (run / "eval/step_00000004_limit4/table.md").read_text()
     assert f"| average |  | {mean:.4f} |  |  | 0.3333 |  |" in table
     assert re.search(rf"^average +{mean:.4f} +0.3333$", out, re.M)
+    note = "Only the first 4 documents of each task (--limit).\n"
+    assert note in out and table.endswith(note)
     export_run(*load_run(run), tmp_path / "export")
     with modules_in(tmp_path / "modules"):
         model = AutoModelForCausalLM.from_pretrained(
@@ -347,12 +353,17 @@ def evaluated(monkeypatch):
     return names
 
 
-def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, capsys, evaluated):
+def test_finished_tasks_are_skipped_unless_their_file_changed(
+    run, tmp_path, capsys, evaluated, monkeypatch
+):
     folder = write_tasks(tmp_path / "tasks")
     other = write_tasks(tmp_path / "other", 2)
     assert call(run, "--tasks-dir", folder) == 0 and evaluated == list(downstream.TASKS)
     assert call(run, "--tasks-dir", folder) == 0 and len(evaluated) == 6
     assert "done already: arc_easy" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)  # by another path, and named twice
+    assert call(run, run, "--tasks-dir", "tasks") == 0 and len(evaluated) == 6
+    assert "minus the first's" not in capsys.readouterr().out
     file, time = folder / "piqa.jsonl", (folder / "piqa.jsonl").stat().st_mtime_ns
     file.write_text(file.read_text().replace("walk", "talk"))
     os.utime(file, ns=(time, time))  # of the same size and time, as rsync and tar may leave it
@@ -366,6 +377,9 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, cap
     # a damaged file
     assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 9
     assert "piqa is evaluated again" in capsys.readouterr().err
+    # what rank 0 has read counts: another command may have written since
+    monkeypatch.setattr(downstream.distributed, "gather", lambda *_: [{}])
+    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 10
 
 
 def test_results_of_an_earlier_version_are_not_compared(run, tmp_path, evaluated):
@@ -386,25 +400,28 @@ def test_results_of_an_earlier_version_are_not_compared(run, tmp_path, evaluated
 def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluated):
     folder, weights = write_tasks(tmp_path / "tasks", 2), {}
     keys = ("dtype", "source", "step", "averaged_checkpoints", "num_fewshot", "limit")
+    assert load_run(run, ema=True)[0].mean == "EMA of decay 0.5"
     for label, more, values in (
         ("step_00000002", ["--checkpoint", 2], [2, 1, 0, None]),
         ("step_00000004", [], [4, 1, 0, None]),
         ("step_00000004_1shot", ["--num-fewshot", 1], [4, 1, 1, None]),
         ("step_00000004_limit2", ["--limit", 2], [4, 1, 0, 2]),
+        ("step_00000004_ema", ["--ema"], [4, 1, 0, None]),
         ("step_00000004_mean2", ["--average", 2], [4, 2, 0, None]),
     ):
         assert call(run, "--tasks-dir", folder, "--tasks", "sciq", *more) == 0
         report = results(run, label)
         assert [report[key] for key in keys] == ["float32", str(folder), *values]
         weights[label] = report["weights"]
-    assert sorted(path.name for path in (run / "eval").iterdir()) == list(weights)
-    assert len(evaluated) == 5
+        assert report.get("ema", False) == ("--ema" in more)
+    assert sorted(path.name for path in (run / "eval").iterdir()) == sorted(weights)
+    assert len(evaluated) == 6
     first, *last, mean = weights.values()
     assert len(set(last)) == 1 and len({first, *last, mean}) == 3  # the same weights, and others
     assert "Only the first 2 documents" in (run / "eval/step_00000004_limit2/table.md").read_text()
     shutil.rmtree(run / "checkpoints/step_00000002")
     # not part of the key
-    assert call(run, "--tasks-dir", folder, "--tasks", "sciq") == 0 and len(evaluated) == 5
+    assert call(run, "--tasks-dir", folder, "--tasks", "sciq") == 0 and len(evaluated) == 6
 
 
 def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
@@ -450,6 +467,10 @@ def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch, evaluate
     ((values, name, head, rows, step),) = kept
     assert values == {"downstream/piqa/acc": 0.5, "downstream/piqa/documents": 2}
     assert step == 5 and name == "downstream/table" and head[0] == "task" and rows[0][0] == "piqa"
+    assert call(*words[:3], "--num-fewshot", 1) == 0
+    values, name, *_ = kept[1]
+    assert name == "downstream_1shot/table" and values["downstream_1shot/sciq/acc"] == 0.5
+    assert len(values) == 2 * 6 + 1 and values["downstream_1shot/average"] == 0.5
 
 
 def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
@@ -514,8 +535,10 @@ def test_table_of_results():
     del six["sciq"]
     assert len(downstream.tabulate_results(six, config)[1]) == 5  # no average of five
     gaps = {"text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
+    gaps["group"] = {"acc": 0.5, "documents": None}
     rows = [row[:3] for row in downstream.tabulate_results(gaps, config)[1]]
-    assert rows == [["text", "3", ""], ["text: nll", "", "1.0000 ± 0.1000"]]
+    assert rows[:2] == [["text", "3", ""], ["text: nll", "", "1.0000 ± 0.1000"]]
+    assert rows[2:] == [["group", "", "0.5000"]]
 
 
 # ---- eval/scoring.py
@@ -612,6 +635,57 @@ def test_continuation_longer_than_the_block():
         wanted,
         "pieces",
     )
+
+
+def test_logits_in_memory_are_few(monkeypatch):
+    """Of three positions at a time here; scores are those of all at once."""
+    model = small_model(**{"model.router": "dense"})
+    pairs = [([1, 2, 3], [4, 5, 6, 7]), ([8], [9, 10])]
+    wanted = Scorer(model).score(pairs)
+    monkeypatch.setattr(scoring, "LOGITS", 3 * 64 + 63)
+    sizes, logits = [], model.logits
+    monkeypatch.setattr(model, "logits", lambda x: sizes.append(len(x)) or logits(x))
+    for score, other in zip(Scorer(model).score(pairs), wanted, strict=True):
+        assert score.greedy == other.greedy
+        assert score.loglikelihood == pytest.approx(other.loglikelihood, rel=1e-5)
+    assert sizes == [3, 3]
+
+
+class Recorder(LM):
+    """Notes the requests of a task, and likes each answer equally."""
+
+    def loglikelihood(self, requests):
+        self.asked = [request.args for request in requests]
+        likelihood = Loglikelihood(-1)
+        likelihood.size = 1
+        return [(likelihood, False)] * len(requests)
+
+    loglikelihood_rolling = generate_until = None
+
+
+def test_examples_in_a_prompt_are_those_of_the_harness(tmp_path):
+    """As its own command chooses and orders them; the second time, too."""
+    folder = write_tasks(tmp_path, 9)
+    manager = tasks.build_task_manager(RIGHT)
+    assert len(manager.all_tasks) < 99  # the whole index takes ten seconds
+    loaded = tasks.load_tasks(manager, ["sciq"], folder, tmp_path)["sciq"]
+    asked = []
+    for _ in range(2):
+        ours = Recorder()
+        tasks.score_task("sciq", loaded, ours, num_fewshot=3)
+        asked.append(ours.asked)
+    theirs = Recorder()
+    spec = tasks.write_task_spec(manager, "sciq", folder, tmp_path)
+    lm_eval.simple_evaluate(
+        theirs, tasks=[spec], task_manager=manager, num_fewshot=3, bootstrap_iters=0
+    )
+    assert asked == [theirs.asked] * 2 and theirs.asked[0][0].count("Question:") == 4
+    loaded["tasks"]["sciq"].set_config(key="num_fewshot", value=0)  # such a task has none
+    tasks.score_task("sciq", loaded, ours, num_fewshot=3)
+    assert ours.asked[0][0].count("Question:") == 1
+    ours.loglikelihood = mock.Mock(side_effect=RunError("an answer has no token"))
+    with pytest.raises(RunError, match="^an answer has no token$"):
+        tasks.score_task("sciq", loaded, ours)
 
 
 def test_batches_hold_at_most_the_tokens_asked_for():

@@ -18,7 +18,7 @@ from eval.harness import Loglikelihood
 from eval.in_loop import TaskScores
 from eval.scoring import Scorer
 from model import GPT
-from runtime import RunError
+from runtime import RankError, RunError
 from runtime.folder import path_of
 from runtime.signals import Stop
 
@@ -146,21 +146,33 @@ def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, fold
 
 
 def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch):
-    def refused(message, name):
-        with pytest.raises(RunError, match=message):
+    def refused(message, name, kind=RankError):
+        with pytest.raises(RunError, match=message) as caught:
             train.train(tiny(*scored(folder, [name])), open_tasks=TaskScores)
+        assert type(caught.value) is kind
 
     monkeypatch.setattr(
         "eval.tasks.build_task_manager",
         lambda names, build=tasks.build_task_manager: build(["sciq"]),
     )
     refused("eval.tasks: task sciqq: no such task; nearest: sciq", "sciqq")
+    nearest = "nearest: arc_challenge, arc_challenge_chat$"
+    refused(nearest, "arc_challeng")
+    refused("task zzz: no such task; nearest: none$", "zzz")
+    refused("task ai2_arc: a group of tasks, or one in Python, cannot read local", "ai2_arc")
+    with monkeypatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "1")  # the first rank of the node reports what it lacks
+        refused("task zzz: no such task", "zzz", RunError)
     (folder / "sciq.jsonl").unlink()
     refused(r"sciq.jsonl: missing; the folder has arc_challenge, arc_easy", "sciq")
     assert not path_of(tiny()).exists()
     with (folder / "piqa.jsonl").open("a") as file:
         file.write('{"goal": "x"}\n')
-    refused("^piqa: lm-evaluation-harness failed .*; a document may lack a column", "piqa")
+    said = "^piqa: lm-evaluation-harness failed .*; a document may lack a column"
+    refused(said, "piqa", RunError)
+    for file in folder.iterdir():
+        file.unlink()
+    refused(r"sciq.jsonl: missing; the folder has no .jsonl file$", "sciq")
     assert not metrics(tiny())
     monkeypatch.setattr("common.command.find_spec", lambda name: None)
     refused(r"eval.tasks: lm_eval not installed: pip install -r requirements-eval.txt", "piqa")
@@ -189,3 +201,10 @@ def test_scores_end_once_asked_to_stop(tiny, folder, monkeypatch):
     monkeypatch.setattr("eval.in_loop.Scorer", partial(Scorer, tokens=64))
     assert scores(model, 0, ALONE, stop) is None and model.training and random.getstate() == state
     assert scores(model, 0, ALONE, stop) is None and len(batches) == 1  # asked before
+    # a group of tasks has no number of documents; all ranks stop if another one is asked to
+    results = {"group": {"acc": 0.5, "acc_stderr": 0.1, "documents": None}}
+    monkeypatch.setattr("eval.in_loop.score_task", lambda *args, **_: results)
+    stop.asked = False
+    assert scores(model, 0, ALONE, stop) == {"tasks/group/acc": 0.5}
+    monkeypatch.setattr("eval.in_loop.distributed.any_rank", lambda *_: [True])
+    assert scores(model, 0, ALONE, stop) is None
