@@ -5,6 +5,7 @@ refused.
 import json
 import os
 import shutil
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import configure
 import train
 from eval.trained import load_model
 from gate_norm import gate_scale
+from hf import match_gates
 from hf.export import export
 from hf.init_from import read_initial_weights
 from model import GPT
@@ -165,6 +167,23 @@ def test_run_starts_where_another_ended(tiny, source, capsys):
     assert run(tiny(*MOVED, "run.name=random", "run.seed=7"))[0]["val/loss"] > first["val/loss"]
 
 
+def test_a_rank_that_is_not_the_first_prints_nothing(tiny, source, capsys, monkeypatch):
+    config = start_from(tiny, source, "model.router=sigmoid", "model.gate_scale=1")
+    monkeypatch.setattr(match_gates, "TOKENS", 512)
+    said = []
+    for rank in range(2):
+        ranks = ALONE._replace(rank=rank)
+        weights = read_initial_weights(config)
+        model = GPT(config.model)
+        monkeypatch.setenv("RANK", str(rank))
+        weights.load_into(model, ranks)
+        autocast = torch.autocast("cpu", enabled=False)
+        weights.match_gates(model, config, repeat((ids(32), ids(32))), autocast, ranks)
+        said.append(capsys.readouterr().out)
+    assert "starts from" in said[0] and "on training windows, old router" in said[0]
+    assert said[1] == ""
+
+
 def test_resumed_run_does_not_need_init_from(tiny, source, capsys):
     config = start_from(tiny, source, "train.checkpoint_interval=2")
     run(config)
@@ -228,6 +247,8 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, kind):
     if kind == "gate_norm":
         _, words = start(tiny(*EXPORTED[kind], place, "model.gate_norm=3"))
         assert "model.gate_scale changes from " in words
+        run_place = f"train.init_from={folder.path_of(theirs)}"  # which has the norm itself
+        assert "; " not in start(tiny(*EXPORTED[kind], run_place))[1]
     if kind in ("modern", "modern dense"):
         default = [place, "model.router=dense"] if kind == "modern dense" else [place]
         _, words = start(tiny(*default, *remedy(refused(tiny(*default)))))
@@ -444,8 +465,9 @@ def test_weights_of_another_tokenizer_are_refused(tiny, copy, corpus):
     (copy / "tokenizer.json").write_text(json.dumps({"model": {"vocab": right}}))
     start(config)
     (copy / "tokenizer.json").unlink()
-    edit(copy / "config.json", eos_token_id=50256)  # GPT2Config's default, beyond these ids
-    start(config)
+    for beyond in (257, 50256):  # GPT2Config's default is beyond these ids
+        edit(copy / "config.json", eos_token_id=beyond)
+        start(config)
     edit(copy / "config.json", eos_token_id=0)
     assert "its tokenizer is one whose texts end with id 0" in refused(config)
     make_gpt2(vocab_size=200, eos_token_id=None).save_pretrained(copy)
