@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from numerics import assert_near, seeded, tolerance
-from runs import all_logits, column, largest_file, meet_in, modules_in, start_ranks
+from runs import REPO_ROOT, all_logits, column, largest_file, meet_in, modules_in, start_ranks
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
@@ -703,17 +702,21 @@ def test_devices_and_saving_change_no_bit(exported, tmp_path):
         assert load(folder_, "auto", **settings)(idx).logits.equal(logits)
 
 
-ALONE = """
-import sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-out, saved, text = sys.argv[1:]
-ids = AutoTokenizer.from_pretrained(out, trust_remote_code=False).encode(text, return_tensors="pt")
-print(ids.tolist())
-print(AutoTokenizer.from_pretrained(out).encode(text))
-assert not [name for name in sys.modules if "nanokern" in name]
-model = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
-print(model(ids).logits.double().sum().item())
-"""
+def read_alone(out, saved, text):
+    """Read an export's tokenizer and a saved model without our modules; print what they give."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(f"{REPO_ROOT}/") and "site-packages" not in file:
+            del sys.modules[name]
+    folders = [folder_ for folder_ in sys.path if "python" in folder_]
+    sys.path[:] = folders
+    tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
+    ids = tokenizer.encode(text, return_tensors="pt")
+    print(ids.tolist())
+    print(AutoTokenizer.from_pretrained(out).encode(text))
+    assert not [name for name in sys.modules if "nanokern" in name]
+    model = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
+    print(model(ids).logits.double().sum().item())
 
 
 def test_tokenizer_needs_no_code_and_saved_models_no_other(exported, tmp_path):
@@ -725,18 +728,22 @@ def test_tokenizer_needs_no_code_and_saved_models_no_other(exported, tmp_path):
     trained, out = exported("model.router=kern")
     load(out).save_pretrained(tmp_path / "saved")
     text = "naïve 日本語"
-    settings = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, out, tmp_path / "saved", text],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env=settings,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = tmp_path / "printed"
+    if not (child := os.fork()):
+        code = 1
+        try:
+            with printed.open("w") as sys.stdout, open(os.devnull) as sys.stdin:
+                sys.stderr = sys.stdout
+                with modules_in(tmp_path / "cache"):
+                    read_alone(out, tmp_path / "saved", text)
+            code = 0
+        except Exception as error:
+            printed.write_text(repr(error))
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, printed.read_text()
     ids = TOKENIZER.encode(text)
-    first, *question, second, total = done.stdout.splitlines()
+    first, *question, second, total = printed.read_text().splitlines()
     assert first == f"[{ids}]" and second.endswith(f" {ids}")
     assert "custom code" in question[0] and "[y/N]" in second
     wanted = logits_of(trained.model.double(), torch.tensor([ids])).sum()
