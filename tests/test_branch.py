@@ -39,22 +39,21 @@ TRUNK = [
 ]
 
 
-def train_trunk(make):
-    config = make(*TRUNK, "train.keep_checkpoints=1")
+@pytest.fixture(scope="module")
+def unchanged_trunk(module_tiny):
+    """For tests that leave it as it is."""
+    config = module_tiny(*TRUNK, "train.keep_checkpoints=1")
     run(config)
     assert steps(config) == [6, 9, 16]
     return config
 
 
 @pytest.fixture
-def trunk(tiny):
-    return train_trunk(tiny)
-
-
-@pytest.fixture(scope="module")
-def unchanged_trunk(module_tiny):
-    """For tests that leave it as it is."""
-    return train_trunk(module_tiny)
+def trunk(tiny, unchanged_trunk):
+    """A copy, which tests may change."""
+    config = tiny(*TRUNK, "train.keep_checkpoints=1")
+    shutil.copytree(path_of(unchanged_trunk), path_of(config))
+    return config
 
 
 def branch(tiny, trunk, *overrides):
