@@ -38,9 +38,9 @@ def source(module_tiny):
         "model.router=softmax",
         "train.z_loss_coef=0.01",
         "train.balance_loss_coef=0.1",
-        "optim.lr=5e-3",
-        "train.max_steps=150",
-        "eval.interval=150",
+        "optim.lr=1e-2",
+        "train.max_steps=60",
+        "eval.interval=60",
     )
     run(config)
     return config
