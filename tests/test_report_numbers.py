@@ -293,6 +293,7 @@ def read_losses(runs):
     return losses
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_every_cell_of_a_report_over_a_key(tmp_path, call):
     """Of the tables of runs, losses, pairs and measures, and the curves' points, bars and rings."""
     runs = make_random_runs(tmp_path, XS)
