@@ -598,7 +598,7 @@ def test_scores_equal_one_pass_per_pair(router, pos, tokens):
     model = small_model(**{"model.router": router, "model.pos": pos})
     rng = random.Random(SEED)
     pairs = []
-    while len(pairs) < 60:
+    while len(pairs) < 30:
         context = [rng.randrange(64) for _ in range(rng.randint(1, 20))]
         for _ in range(rng.choice([1, 1, 2, 4])):
             pairs.append((context, [rng.randrange(64) for _ in range(rng.randint(1, 8))]))

@@ -28,7 +28,7 @@ def counting(n: int) -> Tokens:
 
 
 @given(
-    n_windows=st.integers(1, 70),
+    n_windows=st.integers(1, 40),
     batch_size=st.integers(1, 9),
     block_size=st.integers(1, 5),
     seed=st.integers(),

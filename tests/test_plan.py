@@ -225,14 +225,14 @@ def planned_and_kept(router, more, dtype):
             alive.append(tensor)  # so that no address comes twice
             return tensor
 
-        x = torch.zeros(8, 256, dtype=torch.int64).random_(64)
+        x = torch.zeros(4, 256, dtype=torch.int64).random_(64)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             gpt(x, x)
         return sum(sizes.values()), model
 
     (two, model), (one, _) = measure(2), measure(1)
-    return memory.activation_bytes(model, 8 * 256, dtype, router == "dense"), two - one
+    return memory.activation_bytes(model, 4 * 256, dtype, router == "dense"), two - one
 
 
 BLOCKS = [

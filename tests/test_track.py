@@ -402,7 +402,7 @@ def test_intervals_cover_the_luck_of_tuning_and_of_seeds(truth):
     draws = list_tasks(protocol, "kern", {})
     entries = [number for number in range(len(losses)) if number != reference]
     differences = defaultdict(list)
-    for entry_number in entries * 200:
+    for entry_number in entries * 80:
         drawn = random.integers(0, losses.shape[1], count)
         scores = []
         for number in (entry_number, reference):
@@ -421,7 +421,7 @@ def test_intervals_cover_the_luck_of_tuning_and_of_seeds(truth):
         # a pair of equal routers: a sign at p < 0.01 is false
         shifted = [Difference(p.mean - target, 2, p.error, p.freedom, "seeds") for p in pairs]
         wrong += sum(contest.judge_sign(protocol, pair) != "undecided" for pair in shifted)
-    total = 200 * len(entries)
+    total = 80 * len(entries)
     assert 0.93 <= covered / total <= 0.97
     assert wrong / total <= 0.02
     assert np.mean([p.high - p.low for pairs in differences.values() for p in pairs]) < 0.025

@@ -288,7 +288,7 @@ def test_gradients_of_weights_are_not_rounded_under_autocast(small_tiles):
     """Those of float32 weights are sums in float32: nearer to the true ones than any in bfloat16
     can be.
     """
-    leaves, experts, d_out = make_inputs(*CASES["typical"])
+    leaves, experts, d_out = make_inputs(*TILED["typical"])
     leaves = [t.bfloat16().float() for t in leaves[:3]] + leaves[3:]
     with torch.autocast("cpu", torch.bfloat16):
         got = run_backend(leaves, experts, d_out.bfloat16())
