@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import configure
-from configure.schema import KEYS, has_effect
+from configure.schema import KEYS, Mix, has_effect
 from data.tokenizer import ByteTokenizer
 from runtime.manifest import read_newest_metadata
 from runtime.metrics import Steps
@@ -101,7 +101,7 @@ class Run:
         return "nats per token"
 
     def value(self, key: str) -> Any:
-        """The config's value of a dotted key, as reports compare it; a mixture as text.
+        """The config's value of a dotted key, as reports compare it; a mixture's parts as text.
 
         A key without effect has its default. A mixture's data.name is empty: the mixture says it
         all. A balance loss over micro-batches depends on their size, so its scope names the size.
@@ -116,7 +116,9 @@ class Run:
             return ""
         if key == "train.balance_loss_scope" and value == "micro_batch":
             return f"{value} of {self.config.train.micro_batch_size}"
-        return str(value) if isinstance(value, dict) else value
+        if key == "data.mix":  # mixtures of equal parts are one
+            return str(Mix(self.config.data.sets)) if value else ""
+        return value
 
     def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
         """The `value` of each key."""

@@ -194,6 +194,17 @@ def test_a_group_is_what_changes_a_loss(tmp_path):
     assert len(labels) == 2 + len(other)
 
 
+def test_mixtures_of_equal_parts_are_one_setting(tmp_path):
+    mixes = ["{a = 6, b = 4}", "{b = 0.4, a = 0.6}", "{a = 3, b = 1}"]
+    runs = []
+    for seed, mix in enumerate(mixes):
+        runs.append(make_run(tmp_path / str(seed), f"run.seed={seed}", f"data.mix={mix}"))
+    groups = load_groups(*runs)
+    assert [len(group.runs) for group in groups] == [2, 1]
+    assert [group.label for group in groups] == ["a 6 + b 4", "a 3 + b 1"]
+    build_overview([read_run(run) for run in runs])
+
+
 @pytest.mark.parametrize("limits, shown", [((5, 5), True), ((5, 6), False)])
 def test_scores_on_other_documents_are_not_compared(tmp_path, limits, shown):
     runs = []
