@@ -159,6 +159,9 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
     del disk_calls[:]
     write_atomic(tmp_path / "file", b"old")
     assert disk_calls == ["rename file"]
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "plain").unlink()
 
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")

@@ -310,6 +310,9 @@ CLASHES = """
 --train.branch_from=x --optim.schedule=wsd --train.branch_step=50_000
     train.branch_step = 50000 is not step 40000, where the decay begins
     (optim.decay_fraction = 0.2 of train.max_steps = 50000); set --train.branch_step=40000
+--train.branch_from=x --optim.schedule=wsd --train.max_steps=600 --train.branch_step=400
+    optim.warmup_steps = 500 is more than the 400 steps before the decay; set
+    --optim.warmup_steps=40
 --train.force_balance=true --eval.tasks=a,b
     eval.tasks = a,b: train.force_balance is only to measure speed; set one of --eval.tasks=
     and --train.force_balance=false
@@ -356,6 +359,7 @@ JUST_VALID = {
     "--model.router_group_k=1",
     "--model.n_expert=64 --train.expert_parallel=64": "--model.n_expert=64 "
     "--train.expert_parallel=65",
+    "--train.expert_parallel=3 --model.router=dense": "--train.expert_parallel=3",
 }
 
 

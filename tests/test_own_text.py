@@ -140,6 +140,16 @@ def test_val_source(run, tmp_path, small_batches, many_workers):
     assert "already there" in run(*args)
 
 
+def test_a_set_of_files_of_which_some_are_gone(run, tmp_path):
+    """It does not need them, and is not compared with the others alone."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"text of {name}\n" * 20)
+    args = ["text", "--source", tmp_path / "a.txt", tmp_path / "b.txt"]
+    run(*args)
+    (tmp_path / "b.txt").unlink()
+    assert "already there" in run(*args)
+
+
 def test_a_separator_splits_the_validation_files_too(run, tmp_path):
     texts = {"a.txt": ["one", "two", "three"], "b.txt": ["four", "five"]}
     for name, parts in texts.items():

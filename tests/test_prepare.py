@@ -263,7 +263,8 @@ def test_few_batches_are_in_memory(tmp_path, monkeypatch):
 def test_a_foreign_folder_is_not_changed(run, books, tmp_path, monkeypatch, folder):
     """Nor is a file read before that."""
     monkeypatch.setattr(prepare, "hash_inputs", None)
-    write_tree(tmp_path / "out" / folder, {"thesis.txt": b"mine", "meta.json": b"{}"})
+    left = {"meta.json.123.tmp": b"", "train-00000.bin": b"", "checked.json": b""}  # by a set
+    write_tree(tmp_path / "out" / folder, left | {"thesis.txt": b"mine", "meta.json": b"{}"})
     before = snapshot(tmp_path / "out")
     out = run(*books, "--force", code=2)
     assert f"{folder} holds 'thesis.txt', which does not belong to a data set: move it" in out

@@ -16,7 +16,7 @@ import pytest
 
 from data import DataError
 from data.bins import check_dataset, open_tokens, read_meta
-from data.encode import Encoder
+from data.encode import Encoder, find_separators
 from data.readers import Input, read_documents
 from data.sources import local_inputs
 
@@ -163,6 +163,10 @@ BAD_DOCUMENTS = {
     "not JSON": (
         bad_line(b'{"text"'),
         rf"in.jsonl: line {LINE} is not JSON \(Expecting.*correct or remove it",
+    ),
+    "a byte order mark within": (
+        bad_line(b'\xef\xbb\xbf{"text": "a"}'),
+        rf"in.jsonl: line {LINE} is not JSON \(Unexpected UTF-8 BOM",
     ),
     "deep JSON": (bad_line(b"[" * 10**5), rf"in.jsonl: line {LINE} is not JSON"),
     "huge number": (bad_line(b'{"text": ' + b"1" * 10**4 + b"}"), rf"in.jsonl: line {LINE} "),
@@ -322,12 +326,13 @@ FOLDER = {
 
 def test_a_folder_says_what_is_read_and_what_is_left(run, tmp_path, monkeypatch):
     monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 10)
-    source = corpora.write_tree(tmp_path / "in", FOLDER)
+    card = b"\xef\xbb\xbf---\r\nlicense: mit\r\n---\r\n"  # with a byte order mark
+    source = corpora.write_tree(tmp_path / "in", FOLDER | {"one-more/README.md": card})
     out = run("text", "--source", source, "--val-fraction", 0.5)
     others = "1 without an ending, 1 .jsonl, 1 .py, 1 .old"
     assert f"{source}: read: 2 .txt, 2 .md, {others}; left: " in out
     left = out.partition("; left: ")[2].splitlines()[0]
-    counts = {"3 hidden", "3 cards of data sets", "2 .pdf", "1 without an ending"}
+    counts = {"3 hidden", "4 cards of data sets", "2 .pdf", "1 without an ending"}
     counts |= {"1 .tex", "1 .dat"}
     assert set(left.split(", ")) == counts
     assert read_meta(tmp_path / "out/text").splits["train"].documents == 8  # cut
@@ -399,6 +404,21 @@ def test_a_mark_between_documents_is_noticed(run, tmp_path, monkeypatch, mark, b
         assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(stories, 0.3)
         assert "already there" in run(*args)
         assert f"(separator {mark!r}, now None)" in run(*args[:-2], code=2)
+
+
+def test_which_marks_stand_between_documents():
+    """Those with bars anywhere, others on a line of their own, in any case of their letters."""
+    anywhere = ["<|endoftext|>", "<|end_of_text|>", "<|EndOfDocument|>", "<|endofdoc|>"]
+    anywhere += ["<|eos|>", "<|eot|>", "<|EOD|>"]
+    own_line = ["</s>", "<s>", "<S>", "<doc>", "</doc>", "<sep>", "<eos>", "<eot>", "<eod>"]
+    own_line += ["<endoftext>", "<end_of_document>", "[EOS]", "[eot]", "[SEP]"]
+    for mark in anywhere:
+        assert find_separators(f"a{mark}b {mark}\n") == [mark, mark]
+    for mark in own_line:
+        assert find_separators(f"a\n \t{mark}\t \nb\r\n{mark}\r\n{mark}") == [mark] * 3
+        assert find_separators(f"a {mark}\n{mark} b\n") == []
+    prose = "<p>\n<|user|>\n[CLS]\n[1]\n<docs>\n<//s>\n(SEP)\n"
+    assert find_separators(prose) == []
 
 
 @pytest.mark.parametrize("mark", ["<|endoftext|>", "[EOS]"])

@@ -90,6 +90,12 @@ def test_runs_on_other_text_are_refused(tmp_path):
     more = make_run(tmp_path / "more", "model.router=tanh", windows=9)
     groups, (note,) = load(softmax, more)
     assert groups == [] and "number of validation windows is 8 and 9" in note
+    # nor are unfinished ones shown beside others
+    young = make_run(tmp_path / "young", "model.router=tanh", windows=9, until=0.3)
+    same = make_run(tmp_path / "same", "model.router=tanh", "run.seed=1", until=0.3)
+    (group,), notes = load(softmax, young, same)
+    assert [curve.first_run.folder for curve in group.curves] == [same]
+    assert "number of validation windows is 8 and 9" in notes[-1] and "young" in notes[-1]
     other = make_run(tmp_path / "other", "data.name=other")
     groups, notes = load(softmax, more, other)  # the other group stands
     assert [group.label for group in groups] == ["other"]
@@ -238,6 +244,17 @@ def test_types_are_named_where_a_router_has_several(tmp_path):
     assert labels_of(group) == ["dense, bfloat16", "dense, float32", "kern, float32"]
     (comparison,) = compare_group(group)
     assert name_of(comparison) == "dense, bfloat16 against kern, float32"
+
+
+def test_formulas_come_last_each_with_its_options(tmp_path):
+    routers = ["kern", "relu, post=l1 over topk", "tanh, post=l2 over topk"]
+    runs = []
+    for i, (scale, router) in enumerate(product((2, 1), reversed(routers))):
+        own = [f"model.router={router}", f"model.gate_scale={scale}"]
+        runs.append(make_run(tmp_path / str(i), *own))
+    (group,) = load_groups(*runs)
+    wanted = [f"{router}, gate_scale {scale}" for router in routers for scale in (1, 2)]
+    assert labels_of(group) == wanted
 
 
 def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):

@@ -21,7 +21,7 @@ from scipy import stats
 import report.__main__ as report
 from report import pictures
 from report.comparisons import compare_group
-from report.lines import build_line
+from report.lines import build_line, collect_means
 from report.style import GREY, NO_TOKEN, STYLES
 from report.tables import MEASURES, build_measure_table, name_measure
 
@@ -214,7 +214,7 @@ def test_of_many_routers_the_baseline_and_the_best_have_colours(tmp_path):
                 assert line.get_ydata()[-1] == pytest.approx(last)
 
 
-def test_a_line_is_interrupted_where_a_run_lost_its_metrics():
+def test_a_line_is_interrupted_where_a_run_lost_its_metrics(tmp_path):
     group = SimpleNamespace(key=None)
     runs = [SimpleNamespace(missing={}), SimpleNamespace(missing={"val/loss": [2, 3]})]
     points = {step: (step + 0.5, step, step + 1.0) for step in (1, 4)}
@@ -227,6 +227,13 @@ def test_a_line_is_interrupted_where_a_run_lost_its_metrics():
     many = {step: (1.0, 0.0, 2.0) for step in range(5, 125)}  # two points become one
     line = build_line(group, many, [SimpleNamespace(missing={"val/loss": [7]})])
     assert np.flatnonzero(np.isnan(line[:, 1])).tolist() == [1] and len(line) == 60
+    (group,) = load_groups(make_run(tmp_path / "run", measured=["tasks/arc/acc"]))
+    (variant,) = group.variants
+    variant.first_run.missing = {"val/loss": [250], "train/loss": [450]}
+    for name in ("val/loss", "val/gate_norm", "tasks/arc/acc", "train/loss", "router/entropy"):
+        line = collect_means(group, variant, name)
+        lost = 250 if name.startswith(("val", "tasks")) else 450
+        assert line[np.isnan(line[:, 1]), 0].tolist() == [lost]
 
 
 def test_loads_are_those_of_the_runs(tmp_path):

@@ -96,6 +96,11 @@ def test_losses_over_a_key(tmp_path):
     tanh = ["tanh, gate_norm own", "tanh, gate_norm 2"]
     assert list(lines_of(losses)) == [*tanh, "kern, gate_norm own", "kern, gate_norm 2"]
     assert list(lines_of(minus)) == tanh
+    # of a router: tanh's at equal options, and kern's with the other option; of a variant: all
+    for baseline in ("kern", "kern, gate_norm 2", "tanh, gate_norm own"):
+        comparisons = compare_group(group, baseline)
+        sentence = pictures.list_loss_panels(group, baseline, comparisons)[1].sentence
+        assert sentence == "Decided: tanh, gate_norm 2 higher. Undecided: 2."
     figure = losses.get_figure(root=True)
     assert figure.get_figheight() * 72 == pytest.approx(225 + 4 * 14)  # as high as the highest
     for axes in (losses, minus):  # such long names are below the panel

@@ -433,6 +433,15 @@ def test_the_largest_loss_that_is_allowed(tmp_path, capsys):
         measured(NoDigits(), tmp_path, ["a" * 999, "7" + "b" * 998 + "8"], False)
 
 
+def test_letters_in_another_order_are_a_loss():
+    class Backwards(ByteTokenizer):
+        def decode(self, ids):
+            return super().decode(ids)[::-1]
+
+    assert compare_text(Backwards(), "abc") == (1, "'abc' becomes 'cba'", "")
+    assert compare_text(Backwards(), "aba") == (0, "", "")
+
+
 def test_a_declared_normalisation_is_said_once(folders, tmp_path, capsys):
     made = build("byte level")
     made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
@@ -537,6 +546,19 @@ def test_bytes_of_windows_of_a_set(folders, kind):
         if kind == "no alphabet" and window < len(ids):
             continue  # its texts decode to broken characters, whose number depends on the cut
         assert counted == size, (kind, window)
+
+
+def test_merges_of_a_special_token_are_left_out():
+    """Texts never have its name, which no model knows then; other merges stay."""
+    made = build("byte level")
+    body = json.loads(made.to_str())
+    size = len(body["model"]["vocab"])
+    plain = FileTokenizer("plain", json.dumps(body).encode(), 1)
+    body["model"]["vocab"] |= {f"{END}a": size, f"a{END}": size + 1}
+    body["model"]["merges"] = [[END, "a"], ["a", END], *body["model"]["merges"]]
+    own = FileTokenizer("merges", json.dumps(body).encode(), 1)
+    for text in [*LATIN[:5], *MIXED[:12], f"a{END}a"]:
+        assert own.encode(text) == plain.encode(text)
 
 
 def test_dropout_is_off(tmp_path):
