@@ -12,6 +12,7 @@ import statistics
 from unittest import mock
 
 import lm_eval
+import numpy as np
 import pytest
 import torch
 from conftest import WORDS as BASIC
@@ -251,6 +252,14 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
             tolerance(torch.float32, 257, roundings=8),
             name,
         )
+
+
+def test_differences_are_those_of_scipys_paired_test():
+    values, first = np.random.default_rng(0).normal(size=(2, 6))
+    test = stats.ttest_rel(values, first)
+    wanted = [(values - first).mean(), *test.confidence_interval()]
+    said = re.findall(r"[+-]\d+\.\d+", str(downstream.compare_values(values, first)))
+    assert [float(text) for text in said] == pytest.approx(wanted, abs=6e-5)
 
 
 def test_runs_are_compared_by_document(run, tmp_path, capsys):

@@ -413,6 +413,11 @@ def test_trace_has_experts_gates_and_tokens_by_layer(sources):
         assert trace["experts"][layer].tolist() == decided.experts.tolist()
         assert_near(torch.from_numpy(trace["gates"][layer]), decided.weights, NEAR, "gates")
     assert_near(torch.from_numpy(trace["losses"]), model(x, y).losses.double(), NEAR, "losses")
+    many = {"n_layer": 1, "n_expert": 300, "expert_hidden": 1}
+    model = GPT(load_model(sources / "runs/softmax").config.model.model_copy(update=many)).eval()
+    chosen = traces.trace_windows(model, trace["tokens"])["experts"]
+    (decided,) = record_routing(model, x)
+    assert chosen.max() > 255 and chosen[0].tolist() == decided.experts.tolist()
 
 
 @pytest.mark.numerics

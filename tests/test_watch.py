@@ -117,8 +117,10 @@ def test_state(make_run, owner, lines, held, host, quiet, state, monkeypatch):
     monkeypatch.setenv("TZ", "XYZ-14")  # 14 hours ahead
     time.tzset()
     with locked(folder) if held else nullcontext():
-        os.utime(folder / "lock", (0, 3e9))
-        os.utime(folder / "metrics.jsonl", (0, 4e9))
+        # a run that has no line yet has just taken its lock
+        newest, other = ("metrics.jsonl", "lock") if lines else ("lock", "metrics.jsonl")
+        os.utime(folder / newest, (0, 4e9))
+        os.utime(folder / other, (0, 3e9))
         status = status_of(folder, 4e9 + quiet)
     monkeypatch.undo()
     time.tzset()
@@ -340,8 +342,15 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
             and "<b>tanh</b>" not in page
             and "runs/tanh is not compared: stopped at step 500 of 1,000" in page
         )
-        writes = []
-        monkeypatch.setattr(watch, "build_page", lambda *of: writes.append(1) or build_page(*of))
+        writes, failures = [], []
+
+        def build(*arguments):
+            if failures:
+                raise failures.pop()
+            writes.append(1)
+            return build_page(*arguments)
+
+        monkeypatch.setattr(watch, "build_page", build)
         assert get() == page
         later = time.time() + 400
         with locked(tmp_path / "runs/tanh"):
@@ -353,6 +362,10 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
             later += 100
             assert get() == silent and writes == [1]
         append(tmp_path / "runs/tanh", (600, {"train/loss": 1.2345}))
+        failures.append(OSError(errno.ENOSPC, "disk full"))
+        with pytest.raises(urllib.error.HTTPError) as error:
+            get()
+        assert error.value.code == 500 and "disk full" in error.value.read().decode()
         assert "1.2345" in get() and writes == [1, 1]
         for path, host, code in (("/runs", "localhost", 404), ("/", "evil.example", 403)):
             with pytest.raises(urllib.error.HTTPError) as error:
