@@ -95,6 +95,7 @@ def test_mixtures_are_equal_if_their_parts_are():
         assert mix == Mix(other) and hash(mix) == hash(Mix(other)) and (mix != Mix(other)) is False
     for other in ({"a": 0.3}, {"a": 0.3, "b": 0.6, "c": 0.1}, {"a": 0.3, "b": 0.600001}, {}):
         assert mix != Mix(other) and mix != other and (mix == Mix(other)) is False
+    assert Mix({"a": 1e-20, "b": 1}) == Mix({"a": 2e-20, "b": 1})  # to 12 digits of the largest
     assert Mix({}) == {}
 
 
