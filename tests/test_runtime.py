@@ -451,11 +451,13 @@ def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(
         assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("router, more", [("kern", ["model.n_dense_layer=1"]), ("dense", [])])
-def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsys, router, more):
+@pytest.mark.parametrize("router", ["dense", pytest.param("kern", marks=pytest.mark.integration)])
+def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsys, router):
     """It runs with gradients and without, with a block of each kind."""
     monkeypatch.setattr(torch.nn.Module, "compile", compile_by("eager"))
-    model = GPT(tiny(f"model.router={router}", "model.dropout=0.5", *more).model)
+    model = GPT(tiny(f"model.router={router}", "model.dropout=0.5").model)
+    other = GPT(tiny("model.router=dense", "model.dropout=0.5", "model.expert_hidden=16").model)
+    model.blocks[1].mlp = other.blocks[1].mlp
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     torch._dynamo.reset()  # another test's graphs would be taken
     torch._dynamo.utils.counters.clear()
@@ -463,7 +465,7 @@ def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsy
     autocast = torch.autocast("cpu", torch.bfloat16)
     assert parallel.try_compiling(model, (2, 8), spread, autocast, ALONE)
     # of each kind: the first block, a later one, and one without gradients
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3 * (1 + len(more))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3 * 2
     assert torch.equal(torch.get_rng_state(), state) and all(
         p.grad is None for p in model.parameters()
     )
