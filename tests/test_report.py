@@ -449,6 +449,7 @@ def test_numbers_are_those_compared_with_the_paper():
     assert digest.startswith("1e1bc6f5290e5894")
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_papers_losses_are_below_the_runs(tmp_path):
     """As printed: in the order of the paper, with deviations and doubts."""
     file = CONFIG / "paper/books3_512.toml"

@@ -624,6 +624,14 @@ def test_an_intact_record_is_intact(protocol):
     assert faults_of(protocol, quantile, [make_record(protocol, "kern")]) == ""
 
 
+@pytest.fixture
+def git_once(monkeypatch):
+    """Git is asked once for each commit, not for each record."""
+    monkeypatch.setattr(verify, "read_commit", cache(read_commit))
+    monkeypatch.setattr(verify, "run_git", cache(run_git))
+
+
+@pytest.mark.usefixtures("git_once")
 def test_forged_records_are_refused(protocol):
     kern = make_record(protocol, "kern")
     judged = next(i for i, run in enumerate(kern["runs"]) if run["round"] == "judge")
@@ -708,10 +716,8 @@ def replace_each_value(value):
     yield from (math.inf, math.nan, 10**400, -1, None, "x", [], {})
 
 
-def test_verify_names_every_wrong_value(protocol, monkeypatch):
-    # git is asked once for each commit, not for each of 150 files
-    monkeypatch.setattr(verify, "read_commit", cache(read_commit))
-    monkeypatch.setattr(verify, "run_git", cache(run_git))
+@pytest.mark.usefixtures("git_once")
+def test_verify_names_every_wrong_value(protocol):
     kern = make_record(protocol, "kern")
     path = save(protocol, kern)
     contents = ["[" * 100_000, '{"a":' * 100_000, path.read_text()[:1000], "[]", "1", ""]
