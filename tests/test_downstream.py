@@ -660,6 +660,26 @@ def test_logits_in_memory_are_few(monkeypatch):
     assert sizes == [3, 3]
 
 
+def test_random_numbers_are_the_harness_own_and_come_back():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    def seed():
+        random.seed(5)
+        np.random.seed(5)
+        torch.manual_seed(5)
+        return draw()
+
+    seed()
+    with tasks.fixed_seeds():
+        inside = draw()
+    after = draw()
+    first = torch.rand(1, generator=torch.Generator().manual_seed(1234)).item()
+    assert inside == (random.Random(0).random(), np.random.RandomState(1234).rand(), first)
+    seed()
+    assert after == draw()
+
+
 class Recorder(LM):
     """Notes the requests of a task, and likes each answer equally."""
 

@@ -30,7 +30,9 @@ from eval.trained import load_model, load_run
 from eval.val_loss import main, open_prepared, open_text
 from model import GPT
 from runtime import RunError, checkpoint, folder
+from runtime import settings as run_settings
 from runtime.folder import path_of
+from runtime.manifest import format_manifest
 from runtime.metrics import ARRAYS, read_metrics
 from scripts import sample
 
@@ -48,7 +50,14 @@ def sampled_probabilities(logits, temperature, top_k, top_p):
 
 
 LOGITS = [0.3, 2.0, -1.0, 1.2, 0.0, 1.6]
-SETTINGS = [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (0.8, 4, 0.6), (1.0, 0, 0.85)]
+SETTINGS = [
+    (1.0, 0, 1.0),
+    (0.5, 0, 1.0),
+    (2.0, 3, 1.0),
+    (0.8, 4, 0.6),
+    (1.0, 0, 0.85),
+    (0.09, 0, 1.0),
+]
 
 
 @pytest.mark.parametrize("temperature, top_k, top_p", SETTINGS)
@@ -71,6 +80,9 @@ def test_greedy_in_several_ways(choice):
         torch.tensor([LOGITS, LOGITS[::-1]]), generation.SamplingParams(**choice)
     )
     assert drawn.tolist() == [1, 4]
+    if choice.get("top_p"):  # one of two equal ones is enough for half of all
+        half = generation.SamplingParams(top_p=0.5)
+        assert len(set(generation.sample_token(torch.zeros(99, 2), half).tolist())) == 1
 
 
 def small_model(**settings):
@@ -267,6 +279,13 @@ def test_average_is_the_mean_of_the_last_checkpoints(run, monkeypatch):
             load_model(run, average=wrong)
     with pytest.raises(ValueError, match="up to step 2; name 1 to 1"):
         load_model(run, 2, average=2)
+    path = run / "checkpoints/step_00000004"
+    body = checkpoint.read_manifest(path)
+    body["facts"][run_settings.SETTINGS]["model.gate_scale"] = 7.0
+    (path / checkpoint.MANIFEST).write_text(format_manifest(body))
+    load_model(run, 8, average=2)
+    with pytest.raises(RunError, match="step_00000004: its weights were trained with other"):
+        load_model(run, 8, average=3)
 
 
 def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):

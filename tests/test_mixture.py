@@ -32,7 +32,7 @@ from data.mixture import (
 )
 from eval import val_loss
 from eval.routing import read_validation
-from eval.trained import load_model
+from eval.trained import load_model, load_run
 from hf import upcycle
 from runtime import RunError
 from runtime.folder import path_of
@@ -185,6 +185,18 @@ def test_losses_are_those_of_each_set_and_their_mean(trained, call):
         and "no longer" not in said
     )
     assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")
+
+
+def test_the_tokenizer_is_that_of_any_set_that_is_left(trained, sets, tmp_path, monkeypatch):
+    run = shutil.copytree(path_of(trained), tmp_path / "run")
+    file = run / "config.toml"
+    file.write_text(file.read_text().replace(str(sets), str(tmp_path / "left")))
+    monkeypatch.setattr("eval.trained.TOKENIZERS", {})
+    missing = ", ".join(f"{tmp_path}/left/{name}" for name in WEIGHTS)
+    with pytest.raises(RunError, match=f"^{missing}: no such data set, and no known"):
+        load_run(run)
+    shutil.copytree(sets / "edu", tmp_path / "left/edu")
+    assert load_run(run)[1].eot == 256
 
 
 def test_routing_is_measured_on_the_mixture_or_on_one_set(trained, sets):

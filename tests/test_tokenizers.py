@@ -530,7 +530,8 @@ def test_bytes_of_windows_of_a_set(folders, kind):
     else:
         own = load_tokenizer(str(folders[kind]))
     counter = ByteCounter(own)
-    texts = [text for text in [*MIXED[:30], *LATIN[:20]] if own.unk not in own.encode(text)]
+    texts = [*MIXED[:30], *LATIN[:20], "a \u2603\U0001d11e b"]  # whose bytes may be tokens
+    texts = [text for text in texts if own.unk not in own.encode(text)]
     ids = [own.eot]
     size = 0
     for text in texts:
@@ -546,6 +547,10 @@ def test_bytes_of_windows_of_a_set(folders, kind):
         if kind == "no alphabet" and window < len(ids):
             continue  # its texts decode to broken characters, whose number depends on the cut
         assert counted == size, (kind, window)
+    unknown = own.encode("quick \u2603 brown")
+    if own.unk in unknown:  # which stands for no bytes
+        count = counter.count(np.array([own.eot, *unknown, own.eot]), 1)
+        assert count == len(own.decode([i for i in unknown if i != own.unk]).encode()) < 14
 
 
 def test_merges_of_a_special_token_are_left_out():
@@ -566,6 +571,9 @@ def test_dropout_is_off(tmp_path):
     made.model.dropout = 0.5
     own = FileTokenizer("dropout", made.to_str().encode(), 1)
     assert all(own.encode(MIXED[0]) == own.encode(MIXED[0]) for _ in range(20))
+    write_tokenizer(own, tmp_path, 32)  # in an export, too
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert all(theirs.encode(MIXED[0]) == own.encode(MIXED[0]) for _ in range(20))
 
 
 def test_sets_open_with_the_same_ids(run, folders, tmp_path):
