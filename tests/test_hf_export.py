@@ -22,6 +22,7 @@ from numerics import assert_near, seeded, tolerance
 from runs import REPO_ROOT, all_logits, column, largest_file, meet_in, modules_in, start_ranks
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -29,6 +30,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import train
 from attention import KVCache, rotate
 from balance import balance_loss, expert_loads, token_distribution
+from configure.schema import Mix
 from data.tokenizer import ByteTokenizer
 from eval.trained import Trained, load_model
 from hf.by_block import build_by_block
@@ -416,6 +418,11 @@ def break_tokenizer(out):
     (out / "tokenizer.json").write_text(json.dumps(body))
 
 
+def break_end(out):
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    (out / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "a"}))
+
+
 def break_positions(out):
     """Every later token gets the first token's position."""
     code = (out / "modeling_nanokern.py").read_text()
@@ -431,6 +438,7 @@ HARMS = {
     lose_weights: ("missing_keys: model.layers.0.mlp.router.gamma",),
     break_positions: ("generated with a cache: at most",),
     break_tokenizer: ("the tokenizer gives other ids",),
+    break_end: ("the tokenizer ends a text with 97, not 256",),
 }
 
 
@@ -685,6 +693,8 @@ def test_devices_and_saving_change_no_bit(exported, tmp_path):
     """And a saved model has the code that it needs."""
     _, out = exported(*MODERN, "model.n_hash_layer=1", dtype="bfloat16")
     theirs, idx = load(out, "auto"), random_ids(2, 20)
+    card = (out / "README.md").read_text()
+    assert '`target_parameters=["experts.gate_up_proj", "experts.down_proj"]`' in card
     logits = theirs(idx).logits
     theirs.save_pretrained(tmp_path / "again")
     weights = load_file(out / "model.safetensors")
@@ -783,7 +793,7 @@ def test_lora_on_experts(exported, tmp_path, overrides):
 
 
 # ---- tokenizers and the command
-TEXTS = [*export.ODD_TEXTS, "a" * 900 + " " * 300 + "b", "\x00\xad ¡ÿĀ"]
+TEXTS = [*export.ODD_TEXTS, "a . b , c ! d ? e 's n't", "a" * 900 + " " * 300 + "b", "\x00\xad ¡ÿĀ"]
 TEXTS += [chr(i) + " " + chr(i + 1) for i in range(0, 900, 2)]
 
 
@@ -797,6 +807,10 @@ def test_merges_are_recovered(tmp_path, any_tokenizer):
         )
     eot, size = any_tokenizer.eot, any_tokenizer.vocab_size
     assert theirs.encode("a<|endoftext|>") == [*any_tokenizer.encode("a"), eot]
+    ids = [*any_tokenizer.encode("a"), eot]
+    assert theirs.decode(ids, skip_special_tokens=True) == "a"
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode(ids) == "a"
+    assert theirs.bos_token_id == theirs.pad_token_id == eot
     assert (theirs.eos_token_id, len(theirs), theirs.model_max_length) == (eot, size, 32)
     tokens = [b"a", b"b", b"c", b"ab", b"bc", b"abc", b"abcab"]
     assert list(find_merges(tokens)) == [[b"a", b"b"], [b"b", b"c"], [b"ab", b"c"], [b"abc", b"ab"]]
@@ -867,6 +881,7 @@ def test_export_and_check(run, tmp_path, call):
     total, active = count_parameters(load_model(run).config.model)
     assert f"of {total:,} parameters, {active:,} of them active" in card
     assert ROW in card and "{" not in card
+    assert "`vllm serve PATH --trust-remote-code --model-impl transformers`" in card
     assert 'AutoTokenizer.from_pretrained("PATH", trust_remote_code=False)' in card
     assert '`target_parameters=["experts.up_proj", "experts.down_proj"]`' in card
     config = AutoConfig.from_pretrained(out, trust_remote_code=True)
@@ -912,6 +927,11 @@ def test_other_weights_behind_a_link(run, tmp_path, call):
     late = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] == 4]
     note = "(step 4, of that checkpoint, not of the mean)"
     assert list_training(card) == expect_training(run, 4, late, note)
+    earlier = load_model(run, average=2)._replace(step=3)
+    data = earlier.config.data.model_copy(update={"mix": Mix({"a": 1.0, "b": 3.0})})
+    mixed = earlier._replace(config=earlier.config.model_copy(update={"data": data}))
+    card = export.format_card(mixed, "nanokern", "float32")
+    assert "checkpoints up to step 3, in" in card and f"| data set | {data.label} |" in card
 
 
 def list_training(card):
@@ -931,11 +951,17 @@ def expect_training(run, step, lines, note):
     return rows
 
 
-@pytest.mark.parametrize(("average", "file_bytes", "n_file"), [(1, 20_000, 5), (2, 40_000, 3)])
+EMBEDDINGS = 4 * (257 + 32) * 32  # bytes
+
+
+@pytest.mark.parametrize(
+    ("average", "file_bytes", "n_file"), [(1, 20_000, 5), (2, 40_000, 3), (1, EMBEDDINGS, 3)]
+)
 def test_an_export_in_several_files(run, tmp_path, monkeypatch, call, average, file_bytes, n_file):
     """Of a run that is read block by block: the weights of `load_model`.
 
-    Each part above 20 kB has a file, or both embeddings, a block, a block and the last norm.
+    Each part above 20 kB has a file, or both embeddings, which may fill it, a block, a block and
+    the last norm.
     """
     monkeypatch.setattr(export, "FILE_BYTES", file_bytes)
     call(export.main, run, tmp_path / "out", "--average", average)

@@ -4,6 +4,7 @@ exports; tokenizers.
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ import train
 from data import DataError, prepare
 from data.bins import open_tokenizer, open_tokens, read_meta
 from data.tokenizer import load_tokenizer, token_bytes
-from eval.trained import load_model
+from eval.trained import load_model, load_run
 from hf.export import export
 from hf.formats import FORMATS
 from hf.init_from import read_initial_weights
@@ -130,7 +131,7 @@ def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
 
 
 @KINDS
-def test_exports_are_read_without_our_code(tiny, kind, tmp_path, call):
+def test_exports_are_read_without_our_code(tiny, kind, tmp_path, call, capsys):
     """The constant on the gates goes to the experts; checked by the command itself, in float64."""
     config = tiny(
         "train.max_steps=2", "model.init_std=0.2", "model.gate_scale=1.5", *SHAPE, *OURS[kind]
@@ -138,6 +139,13 @@ def test_exports_are_read_without_our_code(tiny, kind, tmp_path, call):
     run(config)
     call(export.main, path_of(config), tmp_path / "out", "--check")
     call(export.main, path_of(config), tmp_path / "rounded", "--dtype", "bfloat16", "--check")
+    if kind == "olmoe":  # one weight is 1% off
+        harmed = shutil.copytree(tmp_path / "out", tmp_path / "harmed")
+        state = load_file(harmed / "model.safetensors")
+        state["model.layers.1.mlp.experts.3.down_proj.weight"] *= 1.01
+        save_file(state, harmed / "model.safetensors", {"format": "pt"})
+        assert export.check_export(*load_run(path_of(config)), harmed) == 1
+        assert "apart, allowed are 0.0001; export" in capsys.readouterr().err
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["model_type"] == kind and "auto_map" not in written
     # 128 by default in older transformers

@@ -150,10 +150,10 @@ def move_into_subfolder(folder):
     edit_index(folder, [f"parts/{name}" for name in names])
 
 
-def save_again(folder, file, change):
-    """Write the tensors of the first shard, changed, into another one too."""
-    first = {name: change(tensor) for name, tensor in load_file(folder / FIRST).items()}
-    save_file(load_file(folder / file) | first, folder / file, {"format": "pt"})
+def save_again(folder, file, change, source=FIRST):
+    """Write the tensors of a shard, changed, into another one too."""
+    copies = {name: change(tensor) for name, tensor in load_file(folder / source).items()}
+    save_file(load_file(folder / file) | copies, folder / file, {"format": "pt"})
 
 
 ODD = {
@@ -198,6 +198,9 @@ HARMS = {
     ),
     f"differs between {FIRST} and {SECOND}, so": lambda folder: save_again(
         folder, SECOND, torch.Tensor.half
+    ),
+    f"differs between {SECOND} and {LAST}, so": lambda folder: save_again(
+        folder, LAST, torch.neg, SECOND
     ),
     f"{INDEX} names ../{FIRST}, and no such": name_file_outside,
     f"{INDEX} names ., and no such": lambda folder: edit_index(folder, [".", FIRST]),
