@@ -223,6 +223,10 @@ def test_sample_prints_tokens_at_once_and_the_speed(trained, capsys, monkeypatch
         monkeypatch.setattr(generation, "generate", lambda *args, ids=tokens: ids)
         assert sample.main([str(trained), "--prompt", "à"]) == 0
         assert "".join(written[:-1]) == f"à{text}{joined.decode()}"
+        written.clear()
+        monkeypatch.setattr(generation, "generate", lambda *args: [[0x1B, 0x1B]])
+        assert sample.main([str(trained), "--prompt", "à", "b"]) == 0
+        assert written[:-1] == [f"--- 1 ---\nà{text}", f"--- 2 ---\nb{text}"]
 
 
 def test_sample_refuses_bad_input(trained, tmp_path, call):
@@ -665,3 +669,4 @@ def test_perplexity_beyond_reason_is_infinite(loss, perplexity):
     corpus = val_loss.Corpus("x", None, None, None)
     cells = val_loss.format_result(corpus, result._replace(stderr=math.nan))
     assert cells == ["x", "2", "16", "0", f"{loss:.4f}", f"{perplexity:,.3f}", "-"]
+    assert val_loss.format_result(corpus._replace(split="train"), result)[0] == "x (train)"

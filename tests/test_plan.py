@@ -109,8 +109,8 @@ def test_an_mfu_is_at_most_all(call):
 def test_a_narrow_terminal_shows_the_plans_that_fit(call, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "45")
-    out = call(plan.main, LARGE, "--gpus=16", "--train.micro_batch_size=16", "--gpu=H200")
-    (row,) = re.findall("^in 141 GiB .*", out, re.M)
+    out = call(plan.main, LARGE, "--gpus=16", "--train.micro_batch_size=16", "--gpu=L40S")
+    (row,) = re.findall("^in 48 GiB .*", out, re.M)
     assert "fits" in row and "too large" not in row
 
 

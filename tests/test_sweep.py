@@ -87,7 +87,7 @@ def fake_trainer(tmp_path, monkeypatch):
 
 
 # ---- in sequence
-def test_finished_points_are_skipped_and_others_are_not(sweep_file, fake_trainer, call):
+def test_finished_points_are_skipped_and_others_are_not(sweep_file, fake_trainer, call, tmp_path):
     points = sweep.list_points(str(sweep_file), [])
     for point in points[:2]:
         train_run(point.config)
@@ -96,6 +96,8 @@ def test_finished_points_are_skipped_and_others_are_not(sweep_file, fake_trainer
     assert [number for number, _ in commands(out)] == ["3/4", "4/4"]
     assert f"[1/4] finished already: {points[0].folder}\n" in out
     assert points[0].steps_done() == 4 and points[2].steps_done() == 0
+    nothing = call(sweep.main, sweep_file, "--model.router=dense", "--slurm", tmp_path / "x")
+    assert nothing == "2 points, 2 finished\n" and not (tmp_path / "x").exists()
     for steps, done in ((6, 4), (3, 3)):
         first = sweep.list_points(str(sweep_file), [f"--train.max_steps={steps}"])[0]
         assert first.steps_done() == done
