@@ -194,7 +194,7 @@ def find_unsupported_numbers(
             tables = section
             for anchor in re.findall(r"results-tables\.md#([\w-]+)", paragraph):
                 tables += linked_sections[anchor]
-            if "](../track/records/edition-1/README.md)" in paragraph:
+            if "track/records/edition-1/README.md)" in paragraph:
                 tables += track_page
             if "](docs/results.md" in paragraph:
                 tables += results_page
