@@ -32,6 +32,7 @@ from report.page import build_sections, read_report
 from report.paper import NUMBERS, build_paper_table
 from report.runs import read_run, read_runs
 from report.tables import find_measures
+from runtime import FAILURE_FILE
 
 
 def load(*folders, key=None):
@@ -273,7 +274,10 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
     ])  # fmt: skip
     assert [curve.first_run.folder for curve in group.curves] == [early, again]
     further = make_run(tmp_path / "x", until=0.6)
-    (group,), notes = load(again, further)
+    failed = make_run(tmp_path / "failed", "model.router=tanh", until=0.3)
+    (failed / FAILURE_FILE).write_text("out of memory. And more")
+    (group,), notes = load(again, further, failed)
+    notes.remove(f"{failed} is not compared: failed at step 300 of 1,000")
     assert group.steps[-1] == 600 and f"{again} is left out: {further}" in notes[0]
     assert notes[1].startswith(
         f"incomplete: {further} (stopped at step 600 of 1,000). "

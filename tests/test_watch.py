@@ -320,6 +320,21 @@ def assert_replies(port, kinds):
             connection.close()
 
 
+def test_changed_content_of_equal_length_is_sent_again(monkeypatch):
+    left_out = []
+    monkeypatch.setattr(watch, "build_page", lambda *_: {"/": b"%d" % len(left_out)})
+    with serve(lambda: Reading([], [*left_out])) as (_, port):
+        connection = http.client.HTTPConnection("localhost", port, timeout=20)
+        connection.request("GET", "/")
+        reply = connection.getresponse()
+        assert reply.read() == b"0"
+        left_out.append("a run")
+        connection.request("GET", "/", headers={"If-None-Match": reply.headers["ETag"]})
+        reply = connection.getresponse()
+        assert (reply.status, reply.read()) == (200, b"1")
+        connection.close()
+
+
 def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
     """Unfinished runs beside finished ones.
 
