@@ -274,10 +274,10 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
     ])  # fmt: skip
     assert [curve.first_run.folder for curve in group.curves] == [early, again]
     further = make_run(tmp_path / "x", until=0.6)
-    failed = make_run(tmp_path / "failed", "model.router=tanh", until=0.3)
+    failed = make_run(tmp_path / "failed", "model.router=tanh", until=0.6)
     (failed / FAILURE_FILE).write_text("out of memory. And more")
     (group,), notes = load(again, further, failed)
-    notes.remove(f"{failed} is not compared: failed at step 300 of 1,000")
+    notes.remove(f"{failed} is not compared: failed at step 600 of 1,000: out of memory")
     assert group.steps[-1] == 600 and f"{again} is left out: {further}" in notes[0]
     assert notes[1].startswith(
         f"incomplete: {further} (stopped at step 600 of 1,000). "

@@ -880,11 +880,12 @@ def test_bad_arguments(rules, capsys):
     assert "margin" in capsys.readouterr().err
 
 
-def test_entries_that_start_at_once_on_a_fresh_clone(protocol, rules, tmp_path):
+def test_entries_that_start_at_once_on_a_fresh_clone(protocol, rules, corpus, tmp_path):
     """One prepares the text, the other waits for it; a text that is absent is an error."""
     (tmp_path / "a.txt").write_text("one\n" * 4000)
     (tmp_path / "b.txt").write_text("two\n" * 400)
-    rules.write_text(rules.read_text().replace('name = "tiny"', 'name = "fresh"', 1))
+    text = rules.read_text().replace('name = "tiny"', 'name = "fresh"', 1)
+    rules.write_text(text.replace(corpus.as_posix(), (tmp_path / "data").as_posix()))
     text = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
     fresh = protocol.model_copy(update={"text": text})
     with pytest.raises(ValueError, match="preparing the track's text ended with 2"):
