@@ -335,6 +335,8 @@ def add_measures(result: dict[str, Any], first: dict[str, Any], last: dict[str, 
 def time_steps(protocol: Protocol, options: Mapping[str, Any], rung: int) -> dict[str, float]:
     """Time a training step of the reference and of the entry, in turn in one process, unbalanced.
 
+    Always on the CPU: wherever the runs were made, entries are compared by one clock.
+
     Returns:
         {"reference": milliseconds, "entry": milliseconds}.
 
@@ -343,6 +345,7 @@ def time_steps(protocol: Protocol, options: Mapping[str, Any], rung: int) -> dic
     """
     command = [sys.executable, "-m", "tools.bench", "step", protocol.file]
     command += [f"--{override}" for override in protocol.rungs[rung].overrides]
+    command += ["--train.device=cpu"]
     command += [f"--model.router={name}" for name in (protocol.reference, options["model.router"])]
     hash_layers = options.get("model.n_hash_layer")
     if hash_layers:  # only of the entry
