@@ -570,6 +570,11 @@ class Optim(Section):
         before=False,
         acts_if="optim.name=muon",
     )
+    muon_experts: bool = key(
+        True,
+        "Muon trains routed experts, too; false: AdamW trains them, in less time",
+        acts_if="optim.name=muon",
+    )
     lr: float = key(6e-4, "peak learning rate", gt=0, label="first", other_names="learning_rate")
     momentum: float = key(
         0.95,

@@ -81,7 +81,7 @@ def estimate_memory(
     for name, shape in shapes.items():
         parts = max(1, shards // n) if ".experts." in name else shards
         size = ceil(shape[0] / parts) * prod(shape[1:])
-        by_muon = config.optim.name == "muon" and is_for_muon(name, len(shape))
+        by_muon = is_for_muon(config.optim, name, len(shape))
         parameters += size
         moments += size if by_muon else 2 * size
     tokens = config.train.micro_batch_size * model.block_size

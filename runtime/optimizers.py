@@ -91,8 +91,10 @@ def build_optimizer(
     groups = group_parameters(model, optim)
     ordered = [p for group in groups for p in group["params"]]
     copied: set[Tensor] = set()
-    if copy_dtype is not None and optim.name != "muon":
-        copied = {p for name, p in model.named_parameters() if ".experts." in name}
+    if copy_dtype is not None:
+        for name, p in model.named_parameters():
+            if ".experts." in name and not is_for_muon(optim, name, p.dim()):
+                copied.add(p)
 
     # by the ranks that parameters are on: torch does not step or clear several meshes at once
     by_torch: dict[Any, list[Group]] = {}
@@ -147,7 +149,7 @@ def group_parameters(model: nn.Module, optim: Optim) -> list[Group]:
             settings["lr_ratio"] = optim.router_lr_ratio
         elif name.endswith("experts.w_out"):
             settings["lr_ratio"] = optim.expert_out_lr_ratio
-        by_muon = optim.name == "muon" and is_for_muon(name, p.dim())
+        by_muon = is_for_muon(optim, name, p.dim())
         if by_muon:
             settings["momentum"] = optim.momentum
         rate = find_scale(name, ratios, by_muon).rate
@@ -264,13 +266,17 @@ class CopyingAdamW(torch.optim.Optimizer):
         self.versions[p] = p._version
 
 
-def is_for_muon(name: str, dim: int) -> bool:
+def is_for_muon(optim: Optim, name: str, dim: int) -> bool:
     """True if Muon trains the parameter of that name: matrices of blocks, except routers'.
+
+    Those of routed experts only with optim.muon_experts.
 
     Embeddings and the head stay with AdamW, since a token changes one row of them. So do routers,
     since the size of their logits sets the gates. A row for each token or expert is not a linear
     map whose singular values should be equal.
     """
+    if optim.name != "muon" or (".experts." in name and not optim.muon_experts):
+        return False
     return dim >= 2 and name.startswith("blocks.") and ".router." not in name
 
 

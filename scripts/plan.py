@@ -81,7 +81,7 @@ def checkpoint_bytes(config: Config) -> int:
             n_equal = n_blocks[int(name.split(".")[1])]
         n_copy = n_saved
         if name in trained:
-            by_muon = config.optim.name == "muon" and is_for_muon(name, tensor.dim())
+            by_muon = is_for_muon(config.optim, name, tensor.dim())
             n_copy += 1 if by_muon else 2
             n_tensor += n_equal  # step counts
         n_byte += n_equal * n_copy * tensor.nbytes

@@ -319,6 +319,8 @@ def find_group(config, name, dim):
     elif name.endswith("experts.w_out"):
         ratio = optim.expert_out_lr_ratio
     by_muon = optim.name == "muon" and dim > 1 and "blocks" in name and not is_router
+    if "experts" in name:
+        by_muon = by_muon and optim.muon_experts
     return ratio, optim.weight_decay if dim > 1 else 0.0, by_muon
 
 

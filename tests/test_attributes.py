@@ -38,6 +38,7 @@ CONDITIONAL = {
     "train.spike_sigma": "train.loss_spike=skip",
     "optim.momentum": "optim.name=muon",
     "optim.muon_split": "optim.name=muon",
+    "optim.muon_experts": "optim.name=muon",
     "optim.decay_fraction": "optim.schedule=wsd",
     "optim.decay": "optim.schedule=wsd",
     "optim.base_width": "optim.transfer=mup",

@@ -441,7 +441,7 @@ RANGES = {  # of keys that are no choice
     "object": "data.mix",
     "boolean": "model.gated model.tie_embeddings model.bias data.document_mask train.match_gates "
     "train.activation_checkpointing train.force_balance train.deterministic optim.muon_split "
-    "log.tensorboard",
+    "optim.muon_experts log.tensorboard",
     "integer >= -1": "train.checkpoint_interval",
     "integer >= 0": "train.branch_step optim.base_width optim.base_hidden optim.base_layers "
     "optim.warmup_steps eval.task_interval eval.task_limit",

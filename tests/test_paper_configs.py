@@ -152,6 +152,7 @@ DEFAULTS |= {
     "train.keep_steps": "",
     "train.deterministic": False,
     "optim.muon_split": True,
+    "optim.muon_experts": True,
     "optim.momentum": 0.95,
     "optim.transfer": "none",
     "optim.base_width": 0,
