@@ -7,7 +7,7 @@ A best rate is the vertex of the least-squares parabola over log2(rate), through
 rates within a factor of 2 of the lowest. Neither it nor its interval goes beyond the rates tried.
 The 95% interval is a bootstrap: what remains of losses without the means of rates and of seeds is
 drawn again. The first line with a transfer and an optimizer is the reference of the others with
-both. The difference of two optimizers is paired by seed, each at its own best rate.
+both. The difference of two optimizers of one model is paired by seed, each at its own best rate.
 """
 
 import math
@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -242,21 +243,17 @@ def tabulate_rates(curves: Sequence[Curve]) -> Table:
 
 
 def tabulate_optimizers(curves: Sequence[Curve]) -> Table:
-    """AdamW minus Muon at their best rates, for shapes that have both."""
-    column = "loss of adamw minus muon's, each at its best rate"
-    table = Table(["runs", column, "seeds"])
-    for adamw in curves:
-        for muon in curves:
-            if (adamw.optimizer, muon.optimizer) != ("adamw", "muon"):
-                continue
-            model = adamw.run.config.model
-            if model != muon.run.config.model or adamw.transfer != muon.transfer:
-                continue
-            difference = compare_best(adamw, muon)
-            if difference is not None:
-                label = f"**{model.router}, {model.n_layer} x {model.n_embd}**"
-                seeds = str(difference.seeds)
-                table.rows.append({"runs": label, column: str(difference), "seeds": seeds})
+    """Differences of optimizers of one model."""
+    column = "first minus second, each at its best rate"
+    table = Table(["first", "second", column, "seeds"])
+    for first, second in combinations(curves, 2):
+        same_model = first.run.config.model == second.run.config.model
+        if not same_model or first.transfer != second.transfer:
+            continue
+        difference = compare_best(first, second)
+        if difference is not None:
+            row = {"first": f"**{first.label}**", "second": f"**{second.label}**"}
+            table.rows.append({**row, column: str(difference), "seeds": str(difference.seeds)})
     return table
 
 
@@ -280,16 +277,25 @@ def plot(argv: Sequence[str]) -> Figure:
     return plot_curves(curves)
 
 
+def name_shape(curve: Curve) -> str:
+    """The curve's label without the transfer, which is its panel's title."""
+    return curve.label.removesuffix(f", transfer {curve.transfer}")
+
+
 def plot_curves(curves: Sequence[Curve]) -> Figure:
     """As Figure 1 of arXiv 2203.03466."""
     transfers = list(dict.fromkeys(curve.transfer for curve in curves))
     figure = Figure((1 + 5 * len(transfers), 4.5), layout="constrained")
     panels = figure.subplots(1, len(transfers), sharey=True, squeeze=False)[0]
+    shapes = list(dict.fromkeys(name_shape(curve) for curve in curves))
+    colours = colormaps["viridis"](np.linspace(0, 0.85, len(shapes)))
     for axes, transfer in zip(panels, transfers, strict=True):
-        shown = [curve for curve in curves if curve.transfer == transfer]
-        colours = colormaps["viridis"](np.linspace(0, 0.85, len(shown)))
-        for curve, colour in zip(shown, colours, strict=True):
-            axes.plot(curve.rates, curve.means, "o-", markersize=3, color=colour, label=curve.label)
+        for curve in curves:
+            if curve.transfer != transfer:
+                continue
+            shape = name_shape(curve)
+            colour = colours[shapes.index(shape)]
+            axes.plot(curve.rates, curve.means, "o-", markersize=3, color=colour, label=shape)
             best = find_best(curve)
             if best is not None:
                 axes.plot(best.rate, best.losses.mean(), "*", markersize=12, color=colour)
