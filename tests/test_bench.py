@@ -1,6 +1,7 @@
 """tools/bench and tools/gpu_check.py: what is timed, and what is made of the times."""
 
 import json
+import math
 import re
 from argparse import Namespace
 from contextlib import nullcontext
@@ -12,7 +13,9 @@ import torch
 from runs import REPO_ROOT
 from test_kernels import assert_equals_reference
 
+import configure
 import tools.bench.__main__ as bench
+from model import GPT
 from router import ROUTERS
 from runtime import distributed
 from tools import gpu_check
@@ -20,6 +23,7 @@ from tools.bench import harness
 from tools.bench import moe as bench_moe
 from tools.bench import steps as bench_steps
 from tools.bench.harness import Benchmark
+from tools.bench.peers import find_peer
 
 CPU = torch.device("cpu")
 
@@ -141,6 +145,22 @@ def test_step(tiny_file, run_bench, timed, monkeypatch):
     assert re.search(r"kern, document_mask=true +float32 +500.000 +512.000 +2.000", printed)
 
 
+def test_a_peer_has_the_shape_of_the_first_alternative(tiny_file, run_bench):
+    """In OLMoE's form ours has as many parameters, and random weights have the loss of chance."""
+    form = "router=softmax norm=rmsnorm gated=true activation=silu qk_norm=all pos=rope"
+    form += " tie_embeddings=false"
+    keys = [f"--model.{key}" for key in form.split()]
+    config = configure.load(str(tiny_file), keys)
+    peer = find_peer("olmoe")(config.model)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (peer, GPT(config.model))]
+    assert sizes[0] == sizes[1]
+    x, y = torch.randint(config.model.vocab_size, (2, 2, 8))
+    assert peer(x, y).item() == pytest.approx(math.log(config.model.vocab_size), abs=0.3)
+    rows, _ = run_bench("step", tiny_file, *keys, "--peer=olmoe", "--rounds=1")
+    assert [row["alternative"] for row in rows] == ["softmax", "olmoe"]
+    assert rows[1]["MFU"] is None and rows[1]["ratio"] > 0
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_step_is_a_whole_one_but_leaves_the_weights(tiny, masked, monkeypatch):
     """So that routing, and with it the time, is the same from the first step to the last; AdamW
@@ -194,6 +214,7 @@ def test_router_beside_a_step(tiny_file, run_bench, timed):
     (["moe", "--rounds=0"], "--rounds 0: expected 1 or more"),
     (["moe", "--model.n_layer=1"], "takes no config keys"),
     (["moe", "--shape", "8", "8", "8", "8", "9"], "K at most E"),
+    (["step", "FILE", "--peer=nanogpt"], "no Python package nanogpt on the path"),
     (["router", "FILE", "--model.router=dense"], "dense has no router: set --model.router=kern"),
 ])  # fmt: skip
 def test_bad_input_is_refused_before_anything_is_timed(

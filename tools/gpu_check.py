@@ -180,13 +180,10 @@ class Check:
             print(f"{backend.name:20} {ms:.3f} ms forward and backward, runs are equal: {equal}")
 
     def bench_nanogpt(self) -> None:
-        """NanoGPT's own model, compiled, with its optimizer."""
-        if not importlib.util.find_spec("nanogpt"):
-            raise RunError("no nanogpt.py on the path")
-        rows = self.figures["nanoGPT"] = {}
-        for name in self.sizes.half:
-            rows[name] = 1000 * time_nanogpt(self.sizes, moe.DTYPES[name])
-            print(f"nanoGPT, compiled, {name}: {rows[name]:.1f} ms")
+        """Our dense model and nanoGPT's own, compiled."""
+        for dtype in self.sizes.half:
+            words = [f"--train.dtype={dtype}", "--train.compile=on", "--peer=nanogpt"]
+            self.bench_step(f"nanoGPT {dtype}", ["dense"], *words)
 
     def compare_golden(self) -> None:
         """100 steps of five routers on the device and on the CPU."""
@@ -343,34 +340,6 @@ def time_function(function: Callable[[], object], rounds: int = 10) -> float:
         synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times[3:])
-
-
-def time_nanogpt(sizes: Sizes, dtype: torch.dtype) -> float:
-    """Seconds of a training step of nanoGPT's model of the same size."""
-    import nanogpt  # pyrefly: ignore[missing-import]
-
-    full = sizes is FULL
-    rows, block_size = (32, 1024) if full else (1, 64)
-    widths = {"n_layer": 12, "n_head": 12, "n_embd": 768} if full else {"n_layer": 1}
-    torch.manual_seed(0)
-    settings = nanogpt.GPTConfig(block_size=block_size, vocab_size=50304, bias=False, **widths)
-    model = nanogpt.GPT(settings).to(sizes.device)
-    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), sizes.device)
-    runner = torch.compile(model) if full else model
-    scaler = torch.amp.GradScaler(sizes.device, enabled=dtype == torch.float16)
-    x, y = torch.randint(50304, (2, rows, block_size), device=sizes.device)
-
-    def step() -> None:
-        with torch.autocast(sizes.device, dtype, enabled=dtype != torch.float32):
-            _, loss = runner(x, y)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-
-    return time_function(step)
 
 
 @contextmanager

@@ -5,7 +5,8 @@
     python -m tools.bench moe [--shape N C H E K] [--dtype float32 ...] [--device cpu]
 
 step     a training step (forward, backward, clipping, AdamW; no auxiliary loss) on one micro-batch
-         of random tokens
+         of random tokens; --peer adds transformers' OLMoE, or nanoGPT's model.py that lies beside
+         as nanogpt.py, of the first alternative's shape
 router   the router alone, forward and backward, and its share of a training step; all routers
          unless some are named
 moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, and one dense MLP of as many
@@ -29,6 +30,7 @@ import sys
 from common.command import build_parser, command, run_command
 from tools.bench.harness import DTYPES
 from tools.bench.moe import bench_moe
+from tools.bench.peers import PEERS
 from tools.bench.steps import bench_router, bench_step
 
 COMMANDS = {"step": bench_step, "router": bench_router, "moe": bench_moe}
@@ -54,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
             subparser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
         else:
             subparser.add_argument("config", help="config file; --section.key=value overrides it")
+        if name == "step":
+            subparser.add_argument("--peer", nargs="+", choices=PEERS, default=[])
         subparser.add_argument("--rounds", type=int, default=10, help="(default: %(default)s)")
         subparser.add_argument("--json", metavar="FILE", help="for the figures")
         subparser.add_argument("--profile", metavar="FILE", help="for a trace")

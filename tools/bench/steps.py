@@ -8,10 +8,10 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import configure
-from configure.schema import Config
+from configure.schema import Config, Model
 from kernels import linear, route
 from model import GPT, flops_per_token
 from router import ROUTERS, Router, find_spec
@@ -22,6 +22,7 @@ from runtime.parallel import compile_blocks
 from runtime.state import force_balance
 from runtime.updates import Updates
 from tools.bench.harness import Benchmark, divide
+from tools.bench.peers import find_peer
 
 
 class Step:
@@ -109,6 +110,37 @@ class Step:
         return loss.detach(), loss.detach()
 
 
+class Peer(Step):
+    """A training step of another project's model, with torch's AdamW and without a CUDA graph."""
+
+    def __init__(
+        self, build: Callable[[Model], nn.Module], config: Config, device: torch.device
+    ) -> None:
+        train = config.train.model_copy(update={"cuda_graph": "off"})
+        super().__init__(config.model_copy(update={"train": train}), device)
+        self.build = build
+
+    @cached_property
+    def parts(self) -> tuple[Any, Any, Updates]:
+        """The model, the optimizer and its updates."""
+        torch.manual_seed(self.config.run.seed)
+        with self.device:
+            model = self.build(self.config.model).train()
+        if distributed.pick_compile(self.config.train.compile, self.device):
+            model.compile()
+        optimizer = build_optimizer(model, self.config.optim)
+        return model, optimizer, Updates(optimizer, self.config, self.dtype == torch.float16)
+
+    def run_passes(self, x: Tensor, y: Tensor, loads: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Run the forward and the backward pass; returns the loss, (), twice."""
+        model, _, updates = self.parts
+        in_half = self.dtype != torch.float32
+        with torch.autocast(self.device.type, self.dtype, enabled=in_half):
+            loss = model(x, y)
+        (loss * updates.scale).backward()
+        return loss.detach(), loss.detach()
+
+
 def build_router(config: Config, device: torch.device) -> Callable[[], object]:
     """Build a config's router: both passes on random fp32 tokens, without a balance loss."""
     model, spec = config.model, find_spec(config.model.router)
@@ -145,7 +177,8 @@ def start(
 
 
 def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
-    """Time a training step of each alternative."""
+    """Time a training step of each alternative, and of peers of the first one's shape."""
+    peers = {name: find_peer(name) for name in args.peer}
     flops = "6 per token and active weight, head included, + 12·L·T·C"
     note = f"MFU: tokens/s · ({flops}) / the data sheet's dense peak"
     configs, bench = start(args, overrides, "ratio: time over the first row's", note)
@@ -154,14 +187,18 @@ def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
     # of all graphs, five of which would need 80 GB; each replay writes what it reads
     pool = torch.cuda.graph_pool_handle() if bench.device.type == "cuda" else None
     steps = {name: Step(config, bench.device, pool) for name, config in configs.items()}
+    first = next(iter(configs.values()))
+    steps |= {name: Peer(build, first, bench.device) for name, build in peers.items()}
     median = bench.time({(name,): step for name, step in steps.items()})
     rows = []
     for (name,), seconds in median.items():
         step, rate = steps[name], steps[name].tokens / seconds
-        mfu = divide(
-            flops_per_token(step.config.model) * rate,
-            distributed.peak_flops(bench.device, step.dtype),
-        )
+        mfu = None
+        if name not in peers:  # whose operations are others
+            mfu = divide(
+                flops_per_token(step.config.model) * rate,
+                distributed.peak_flops(bench.device, step.dtype),
+            )
         ratio = divide(seconds, median.get((next(iter(steps)),)))
         rows.append(
             [name, str(step.dtype).removeprefix("torch."), 1000 * seconds, rate, ratio, mfu]
