@@ -260,6 +260,8 @@ def test_export_is_trained_as_the_run(exported, checkpointing):
     x, y = idx[:, :-1], idx[:, 1:]
     loss = own(x, y).loss
     assert_near(theirs(idx, labels=idx).loss, loss, NEAR)
+    # Trainer gives the number of targets in all micro-batches
+    assert_near(theirs(idx, labels=idx, num_items_in_batch=3 * y.numel()).loss, loss / 3, NEAR)
     loss.backward()
     # transformers' loss rounds to fp32
     F.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten()).backward()
@@ -546,7 +548,10 @@ def test_aux_loss_is_that_of_training(exported, overrides, reentrant):
 @pytest.mark.numerics
 @pytest.mark.parametrize("router", [router for router, spec in ROUTERS.items() if spec])
 def test_aux_loss_does_not_count_padding(exported, router):
-    """Equal to balance.py's loss of the tokens alone, whose logits are the raw ones."""
+    """Equal to balance.py's loss of the tokens alone, whose logits are the raw ones.
+
+    With a cache it is that of the new tokens.
+    """
     trained, out = exported(f"model.router={router}")
     theirs = load(out).double()
     theirs.config.output_router_logits = True
@@ -556,14 +561,24 @@ def test_aux_loss_does_not_count_padding(exported, router):
     for block in trained.model.double().blocks:
         block.mlp.router.register_forward_hook(lambda *args: logits.append(args[2].logits))
     logits_of(trained.model, idx, (~mask).sum(1))
-    losses = []
-    for block, raw in zip(trained.model.blocks, logits, strict=True):
-        routing = block.mlp.router.choose(raw[mask.flatten()])
-        loads = expert_loads(routing.experts, 8)
-        losses.append(balance_loss(token_distribution(routing).mean(0), loads))
+
+    def find_loss(counted):
+        losses = []
+        for block, raw in zip(trained.model.blocks, logits, strict=True):
+            routing = block.mlp.router.choose(raw[counted.flatten()])
+            loads = expert_loads(routing.experts, 8)
+            losses.append(balance_loss(token_distribution(routing).mean(0), loads))
+        return pytest.approx(sum(losses).item() / 2, abs=1e-6)
+
+    is_late = torch.arange(32) >= 15
     for padding in (TOKENIZER.eot, 5):
-        output = theirs(idx.where(mask, padding), attention_mask=mask.long())
-        assert output.aux_loss.item() == pytest.approx(sum(losses).item() / 2, abs=1e-6)
+        padded = idx.where(mask, padding)
+        output = theirs(padded, attention_mask=mask.long())
+        assert output.aux_loss.item() == find_loss(mask)
+        first = theirs(padded[:, :15], attention_mask=mask[:, :15].long(), use_cache=True)
+        cache = first.past_key_values
+        second = theirs(padded[:, 15:], attention_mask=mask.long(), past_key_values=cache)
+        assert second.aux_loss.item() == find_loss(mask & is_late)
     assert output.loss is None and len(output.router_logits) == 2
     for theirs_raw, raw in zip(output.router_logits, logits, strict=True):
         assert_near(theirs_raw[mask.flatten()], raw[mask.flatten()], NEAR)
