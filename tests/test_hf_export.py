@@ -575,10 +575,10 @@ def test_aux_loss_does_not_count_padding(exported, router):
         padded = idx.where(mask, padding)
         output = theirs(padded, attention_mask=mask.long())
         assert output.aux_loss.item() == find_loss(mask)
-        first = theirs(padded[:, :15], attention_mask=mask[:, :15].long(), use_cache=True)
-        cache = first.past_key_values
-        second = theirs(padded[:, 15:], attention_mask=mask.long(), past_key_values=cache)
-        assert second.aux_loss.item() == find_loss(mask & is_late)
+    first = theirs(padded[:, :15], attention_mask=mask[:, :15].long(), use_cache=True)
+    cache = first.past_key_values
+    second = theirs(padded[:, 15:], attention_mask=mask.long(), past_key_values=cache)
+    assert second.aux_loss.item() == find_loss(mask & is_late)
     assert output.loss is None and len(output.router_logits) == 2
     for theirs_raw, raw in zip(output.router_logits, logits, strict=True):
         assert_near(theirs_raw[mask.flatten()], raw[mask.flatten()], NEAR)
