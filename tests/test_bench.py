@@ -151,7 +151,7 @@ def test_a_peer_has_the_shape_of_the_first_alternative(tiny_file, run_bench):
     form += " tie_embeddings=false"
     keys = [f"--model.{key}" for key in form.split()]
     config = configure.load(str(tiny_file), keys)
-    peer = find_peer("olmoe")(config.model)
+    peer = find_peer("olmoe", config.model)(config.model)
     sizes = [sum(p.numel() for p in model.parameters()) for model in (peer, GPT(config.model))]
     assert sizes[0] == sizes[1]
     x, y = torch.randint(config.model.vocab_size, (2, 2, 8))
@@ -214,7 +214,8 @@ def test_router_beside_a_step(tiny_file, run_bench, timed):
     (["moe", "--rounds=0"], "--rounds 0: expected 1 or more"),
     (["moe", "--model.n_layer=1"], "takes no config keys"),
     (["moe", "--shape", "8", "8", "8", "8", "9"], "K at most E"),
-    (["step", "FILE", "--peer=nanogpt"], "no Python package nanogpt on the path"),
+    (["step", "FILE", "--peer=nanogpt"], "4 * n_embd = 128 hidden units, these 16"),
+    (["step", "FILE", "--peer=nanogpt", "--model.expert_hidden=64"], "no Python package nanogpt"),
     (["router", "FILE", "--model.router=dense"], "dense has no router: set --model.router=kern"),
 ])  # fmt: skip
 def test_bad_input_is_refused_before_anything_is_timed(

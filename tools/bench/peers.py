@@ -74,8 +74,14 @@ PEERS: dict[str, tuple[Callable[[Model], nn.Module], str]] = {
 }
 
 
-def find_peer(name: str) -> Callable[[Model], nn.Module]:
-    """How to build a peer. Raises RunError if its package is missing."""
+def find_peer(name: str, config: Model) -> Callable[[Model], nn.Module]:
+    """How to build a peer. Raises RunError if it has no such shape, or its package is missing."""
+    hidden = (config.top_k + config.n_shared_expert) * config.expert_hidden
+    if name == "nanogpt" and hidden != 4 * config.n_embd:
+        raise RunError(
+            f"--peer nanogpt: its MLPs have 4 * n_embd = {4 * config.n_embd} hidden units, these "
+            f"{hidden} (top_k * expert_hidden); set --model.expert_hidden to compare like with like"
+        )
     build, package = PEERS[name]
     if not importlib.util.find_spec(package):
         raise RunError(f"--peer {name}: no Python package {package} on the path")

@@ -178,16 +178,16 @@ def start(
 
 def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
     """Time a training step of each alternative, and of peers of the first one's shape."""
-    peers = {name: find_peer(name) for name in args.peer}
     flops = "6 per token and active weight, head included, + 12·L·T·C"
     note = f"MFU: tokens/s · ({flops}) / the data sheet's dense peak"
     configs, bench = start(args, overrides, "ratio: time over the first row's", note)
+    first = next(iter(configs.values()))
+    peers = {name: find_peer(name, first.model) for name in args.peer}
     # dynamo silently gives up on a piece of code after 8 graphs
     torch._dynamo.config.recompile_limit = 1000
     # of all graphs, five of which would need 80 GB; each replay writes what it reads
     pool = torch.cuda.graph_pool_handle() if bench.device.type == "cuda" else None
     steps = {name: Step(config, bench.device, pool) for name, config in configs.items()}
-    first = next(iter(configs.values()))
     steps |= {name: Peer(build, first, bench.device) for name, build in peers.items()}
     median = bench.time({(name,): step for name, step in steps.items()})
     rows = []
