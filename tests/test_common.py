@@ -114,10 +114,10 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(code, unbuffered):
 
 # ---- cores
 def test_free_cores_are_those_that_idle_or_work_here(tmp_path, monkeypatch):
-    """Of cores 1 and 10: one is in use here, the other waits for a disk or idles half the time."""
+    """Of cores 1 and 12: one is in use here, the other waits for a disk or idles half the time."""
     ticks = os.sysconf("SC_CLK_TCK")
     monkeypatch.setattr(cores, "STAT", tmp_path / "stat")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 10})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 12})
     now = {"monotonic": 0.0, "process_time": 0.0}
     for name in now:
         monkeypatch.setattr(cores.time, name, lambda name=name: now[name])
@@ -126,7 +126,7 @@ def test_free_cores_are_those_that_idle_or_work_here(tmp_path, monkeypatch):
         """Seconds on each clock; cores of other processes idle all the time."""
         now.update(monotonic=seconds, process_time=used)
         rows = []
-        for core, share in ((0, 0), (1, 0.25), (10, 0.75)):
+        for core, share in ((0, 5), (1, 0.25), (2, 5), (10, 5), (12, 0.75), (123, 5)):
             counts = [7, 8, 9000, idle * share, waiting * share, 500]  # user, nice, system, …
             rows.append(f"cpu{core} " + " ".join(str(round(count * ticks)) for count in counts))
         cores.STAT.write_text("\n".join(["cpu  1 2 3 4 5 6", *rows, "intr 5", ""]))

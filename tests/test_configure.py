@@ -246,6 +246,9 @@ CLASHES = """
 --model.router_groups=4 --model.router_group_k=5
     model.router_group_k = 5 is more than model.router_groups = 4; set
     --model.router_group_k=4
+--model.router_group_k=2
+    model.router_group_k = 2 is more than model.router_groups = 1; set
+    --model.router_group_k=1
 --model.router_groups=16 --model.router_group_k=1
     model.top_k = 8 is more than the 4 experts of model.router_group_k = 1 groups of 4; set
     --model.router_group_k=2

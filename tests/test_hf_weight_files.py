@@ -150,6 +150,15 @@ def move_into_subfolder(folder):
     edit_index(folder, [f"parts/{name}" for name in names])
 
 
+def link_to_blobs(folder):
+    """As the hub's cache: each file is a link to one of another name, beside the folder."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(f"../blobs/{number}")
+
+
 def save_again(folder, file, change, source=FIRST):
     """Write the tensors of a shard, changed, into another one too."""
     copies = {name: change(tensor) for name, tensor in load_file(folder / source).items()}
@@ -158,6 +167,7 @@ def save_again(folder, file, change, source=FIRST):
 
 ODD = {
     "subfolder": move_into_subfolder,
+    "links": link_to_blobs,
     "tensors in other shards": lambda folder: edit_index(
         folder, sorted(path.name for path in folder.glob("model-*"))
     ),

@@ -379,6 +379,14 @@ def test_quantile_balancing_equals_sorting(name):
     assert (apart <= width + width.mean() + 1e-6).all() and (solved - bias).abs().max() > 0.01
 
 
+def test_the_widest_margin_is_in_the_last_bin():
+    """The third largest score is the threshold; from it to the fourth is all that scores span."""
+    for wide, score_range in [(1.0, 2.0), (1e12, math.inf)]:
+        scores = torch.tensor([[wide, wide, wide, -wide]])
+        counts = count_margins(scores, torch.zeros(4), 2, score_range)
+        assert counts[:, -1].tolist() == [0, 0, 0, 1] and counts.sum() == 4
+
+
 @pytest.mark.parametrize(
     "n_id, n_expert, top_k", [(1000, 16, 4), (257, 8, 3), (50, 6, 4), (9, 5, 5), (3, 64, 8)]
 )
