@@ -2,6 +2,7 @@
 harness' own client.
 """
 
+import copy
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import random
 import re
 import shutil
 import statistics
+from types import SimpleNamespace
 from unittest import mock
 
 import lm_eval
@@ -18,6 +20,7 @@ import torch
 from conftest import WORDS as BASIC
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.loggers.evaluation_tracker import EvaluationTracker
 from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
 from runs import REPO_ROOT, modules_in, read_tables
@@ -37,6 +40,7 @@ from hf.export.export import export_run
 from hf.formats import FORMATS
 from hf.tokenizer_files import write_tokenizer
 from runtime import RunError, folder
+from tools.clients import try_lm_eval
 
 DENSE = {"model.router": "dense", "model.pos": "learned"}
 
@@ -134,7 +138,7 @@ def test_loglikelihoods_equal_hflms(clients):
 def test_generation_and_an_answer_without_a_token_are_refused(clients):
     with pytest.raises(ValueError, match=f"'' after '{'x' * 58}so' has no token"):
         ask(clients[1], "loglikelihood", [("start" + "x" * 70 + "so", "")])
-    assert count_scored_bytes("so  ", "\ud800é") == 2 + 1 + 2  # half a pair counts as one byte
+    assert count_scored_bytes(" so  ", "\ud800é") == 2 + 1 + 2  # half a pair counts as one byte
     with pytest.raises(ValueError, match="scripts.export"):
         ask(clients[1], "generate_until", [("x", {"until": []})])
 
@@ -201,10 +205,11 @@ RIGHT = {
 
 
 @pytest.mark.numerics
-def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
+def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys, monkeypatch):
     """Accuracies, and bits per byte of the right answers, by lm-evaluation-harness' own client and
-    command.
+    command. tools.clients compares them from the harness' files.
     """
+    run = run.rename(tmp_path / "runs/kern")
     folder = write_tasks(tmp_path / "tasks")
     assert call(run, "--tasks-dir", folder, "--limit", 4) == 0
     report, out = results(run, "step_00000004_limit4"), capsys.readouterr().out
@@ -252,6 +257,20 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
             tolerance(torch.float32, 257, roundings=8),
             name,
         )
+
+    def write_results(command, check):
+        tracker = EvaluationTracker(output_path=command[command.index("--output_path") + 1])
+        tracker.save_results_aggregated({"results": theirs["results"]}, theirs["samples"])
+        for name, samples in copy.deepcopy(theirs["samples"]).items():
+            tracker.save_results_samples(name, samples)
+
+    monkeypatch.setattr("tools.clients.subprocess", SimpleNamespace(run=write_results))
+    monkeypatch.setattr("tools.clients.LIMIT_OF_BITS", 1e-3)  # this model's losses are large
+    arguments = SimpleNamespace(folder=tmp_path, tasks_dir=folder, limit=4)
+    assert "six tasks, 24 documents" in try_lm_eval(arguments)
+    theirs["samples"]["arc_easy"][1]["filtered_resps"][1] = (-1.0, False)  # of the right answer
+    with pytest.raises(ValueError, match="^bits per byte differ by"):
+        try_lm_eval(arguments)
 
 
 def test_differences_are_those_of_scipys_paired_test():
@@ -307,7 +326,7 @@ def test_runs_are_compared_by_document(run, tmp_path, capsys):
 
 ANSWERS = {"doc_to_choice": ["Oui", "Non, été"], "doc_to_target": "{{label}}"}
 SPECS = {
-    "newline": {"doc_to_text": "{{text}}\n\n"} | ANSWERS,
+    "newline": {"doc_to_text": "{{'\n' + text}}\n\n"} | ANSWERS,
     "none": {"doc_to_text": "{{text}}:"} | ANSWERS,
     "spaces": {"output_type": "loglikelihood", "doc_to_text": "{{text}} \u00a0 "}
     | {"doc_to_target": "{{text}}"},
@@ -628,13 +647,18 @@ def test_scores_equal_one_pass_per_pair(router, pos, tokens):
 
 @pytest.mark.numerics
 def test_continuation_longer_than_the_block():
-    """Every token is scored after at least half a block, or after all tokens before it."""
+    """Every token is scored after at least half a block, or after all tokens before it. The model
+    would write the last piece, one token, and none of the others.
+    """
     model, rng = small_model(**{"model.router": "dense"}), random.Random(SEED)
-    context, continuation = ([rng.randrange(64) for _ in range(count)] for count in (5, 37))
-    ends = range(0, 37, 8)
+    context, continuation = ([rng.randrange(64) for _ in range(count)] for count in (5, 32))
+    hidden, _ = model.hidden(torch.tensor([continuation[-16:]]))
+    continuation.append(model.logits(hidden)[0, -1].argmax().item())
+    ends = range(0, 33, 8)
     parts = [
         by_hand(model, (context + continuation)[: 5 + at], continuation[at : at + 8]) for at in ends
     ]
+    assert [part[1] for part in parts] == [False] * 4 + [True]
     wanted = [
         (sum(part[0] for part in parts), False, 1.0),
         by_hand(model, context, continuation[:3]),
