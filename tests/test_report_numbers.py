@@ -224,15 +224,18 @@ def test_a_line_is_interrupted_where_a_run_lost_its_metrics(tmp_path):
     np.testing.assert_array_equal(line, wanted)
     line = build_line(group, dict(points), runs, "train/loss")
     np.testing.assert_array_equal(line, [wanted[0], wanted[3]])
+    line = build_line(SimpleNamespace(key="optim.lr"), dict(points), runs)  # has no steps
+    np.testing.assert_array_equal(line, [wanted[0], wanted[3]])
     many = {step: (1.0, 0.0, 2.0) for step in range(5, 125)}  # two points become one
     line = build_line(group, many, [SimpleNamespace(missing={"val/loss": [7]})])
     assert np.flatnonzero(np.isnan(line[:, 1])).tolist() == [1] and len(line) == 60
-    (group,) = load_groups(make_run(tmp_path / "run", measured=["tasks/arc/acc"]))
+    (group,) = load_groups(make_run(tmp_path / "run", measured=["tasks/arc/acc", "val_ema/loss"]))
     (variant,) = group.variants
     variant.first_run.missing = {"val/loss": [250], "train/loss": [450]}
-    for name in ("val/loss", "val/gate_norm", "tasks/arc/acc", "train/loss", "router/entropy"):
+    validated = ("val/loss", "val/gate_norm", "val_ema/loss", "tasks/arc/acc")
+    for name in (*validated, "train/loss", "router/entropy"):
         line = collect_means(group, variant, name)
-        lost = 250 if name.startswith(("val", "tasks")) else 450
+        lost = 250 if name in validated else 450
         assert line[np.isnan(line[:, 1]), 0].tolist() == [lost]
 
 

@@ -86,12 +86,12 @@ def test_losses_over_a_key(tmp_path):
     options, without the baseline's.
     """
     runs = []
-    for x, norm in product((0.001, 0.002), (0, 2)):
-        given = [f"optim.lr={x}", f"model.gate_norm={norm}"]
+    for x, norm in product((0, 0.002), (0, 2)):
+        given = [f"optim.weight_decay={x}", f"model.gate_norm={norm}"]
         runs += make_seeds(
             tmp_path / f"{x}-{norm}", {"kern": 2, "tanh": 2 + 100 * x * norm}, overrides=given
         )
-    (group,) = load_groups(*runs, key="optim.lr")
+    (group,) = load_groups(*runs, key="optim.weight_decay")
     losses, minus = draw_losses(group)
     tanh = ["tanh, gate_norm own", "tanh, gate_norm 2"]
     assert list(lines_of(losses)) == [*tanh, "kern, gate_norm own", "kern, gate_norm 2"]
@@ -106,7 +106,7 @@ def test_losses_over_a_key(tmp_path):
     for axes in (losses, minus):  # such long names are below the panel
         (legend,) = axes.figure.legends
         assert [text.get_text() for text in legend.get_texts()] == list(lines_of(axes))
-    assert lines_of(minus)[tanh[1]] == ([0.001, 0.002], pytest.approx([0.2, 0.4]))
+    assert lines_of(minus)[tanh[1]] == ([0, 0.002], pytest.approx([0, 0.4]))
 
 
 @pytest.mark.parametrize("values", [(0, 2, 4, 16), (0, 1, 100), (1, 2, 3), (0, 0.25)])
@@ -353,16 +353,18 @@ MEASURED = ("val/dead_experts", "router/gamma", "val/gate_norm", "train/loss")
 
 
 def test_measures_and_routing(tmp_path):
-    runs = make_seeds(
-        tmp_path, {"dense": 2, "kern": 2}, 2, measured=["tasks/arc/acc", "val_ema/loss"]
-    )
+    shown = ["tasks/arc/acc", "val/books.v2/loss"]  # a set's name may have a dot
+    measured = [*shown, "val_ema/loss", "tasks/arc/acc_norm"]
+    runs = make_seeds(tmp_path, {"dense": 2, "kern": 2}, 2, measured=measured)
     (group,) = load_groups(*runs)
     panels = {}
     for panel in pictures.list_measure_panels(group, "kern"):
         panels[panel.title] = lines_of(pictures.draw_figure([panel]).axes[0])
     for name in ("val_ema/loss", "val/load_imbalance", "router/entropy", *MEASURED):
         panels[name] = panels[name_measure(name)]
-    assert panels["tasks/arc/acc"]["dense"][0] == list(range(0, 1001, 200))
+    for name in shown:
+        assert panels[name]["dense"][0] == list(range(0, 1001, 200))
+    assert "tasks/arc/acc_norm" not in panels
     assert panels["val/dead_experts"].keys() == panels["router/gamma"].keys() == {"kern"}
     assert panels["val/gate_norm"]["kern"][1][::10] == pytest.approx([1, 2])
     assert panels["router/gamma"]["kern"][1][-1] == 1.5
