@@ -185,16 +185,16 @@ def test_the_rules_of_the_edition():
     for method in ("balance_loss_coef", "bias_rate"):
         assert sum(method in draw for draw in draws) == pytest.approx(count / 3, abs=1)
     for draw, name in zip(range(count), cycle(ROUTERS), strict=False):
+        length = (1, 0.5, 2)[draw % 3]
         for rung, width in enumerate((64, 96)):
-            overrides = make_overrides(
-                protocol, {"model.router": name}, Task("judge", rung, draw, 5)
-            )
+            task = Task("curve", rung, draw, 5, length)
+            overrides = make_overrides(protocol, {"model.router": name}, task)
             config = configure.load(FILE, overrides)
             model = config.model
             assert model.top_k * model.expert_hidden == 4 * model.n_embd == 4 * width
             assert config.optim.lr == pytest.approx(draws[draw]["optim.lr"] * 64 / width, rel=1e-3)
             steps = config.train.max_steps
-            assert (steps, config.eval.interval) == ((960, 960), (2930, 2930))[rung]
+            assert steps == config.eval.interval == (960, 2930)[rung] * length
             assert config.optim.warmup_steps == steps / 5
             rate = draws[draw].get("bias_rate", 0) * score_deviation(model)
             assert config.train.bias_update_rate == pytest.approx(rate, rel=1e-3)
