@@ -1,7 +1,7 @@
-"""The best learning rate of each shape, optimizer and transfer: the studies muon, mup and held_out.
+"""The best learning rate of each shape, optimizer and transfer, as for the studies muon and mup.
 
     python -m studies.best_rates runs/muon-*
-    python -m studies.best_rates runs/mup-* runs/held_out-* --picture best-rates.png
+    python -m studies.best_rates runs/mup-* runs/mup_wide-* --picture best-rates.png
 
 A best rate is the vertex of the least-squares parabola over log2(rate), through the mean losses at
 rates within a factor of 2 of the lowest. Neither it nor its interval goes beyond the rates tried.
