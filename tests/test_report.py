@@ -28,6 +28,7 @@ from report import tables
 from report.__main__ import make_report_parser
 from report.comparisons import compare_group
 from report.groups import group_runs
+from report.lines import collect_differences
 from report.overview import build_overview, count_states
 from report.page import build_sections, read_report
 from report.paper import NUMBERS, build_paper_table
@@ -266,12 +267,15 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
     again = make_run(tmp_path / "again", until=0.5)
     # keys that change no loss
     twice = make_run(tmp_path / "twice", "train.micro_batch_size=4", "log.interval=3")
-    (group,), notes = load(again, early, kern, dense, twice)
+    read = [read_run(folder) for folder in (again, early, kern, dense, twice)]
+    read[1].faults.append("early is damaged")
+    (group,), notes = group_runs(read)
     assert group.steps[-1] == 1000 and {run.folder for run in group.runs} == {kern, dense}
     assert sorted(notes) == sorted([
         f"{again} is not compared: stopped at step 500 of 1,000",
         f"{early} is not compared: stopped at step 200 of 1,000",
         f"{twice} is left out: {kern} has the same settings and seed",
+        "early is damaged",
     ])  # fmt: skip
     assert [curve.first_run.folder for curve in group.curves] == [early, again]
     further = make_run(tmp_path / "x", until=0.6)
@@ -340,7 +344,8 @@ def test_which_variants_are_compared(tmp_path):
     runs = []
     for router, scale in given:
         folder = tmp_path / f"{router}{scale}"
-        runs.append(make_run(folder, f"model.router={router}", f"model.gate_scale={scale}"))
+        own = [f"model.router={router}", f"model.gate_scale={scale}"]
+        runs.append(make_run(folder, *own, end=2 + scale / 100))
     (group,) = load_groups(*runs)
     comparisons = compare_group(group)
     pairs = {name_of(comparison).replace(", gate_scale ", "") for comparison in comparisons}
@@ -355,6 +360,9 @@ def test_which_variants_are_compared(tmp_path):
         "tanh18 against softmax1",
         "tanh18 against softmax3",
     }
+    tanh = next(variant for variant in group.variants if variant.router == "tanh")
+    apart = collect_differences(group, tanh, "kern")  # from the first of two as like it
+    assert apart[1000].mean == pytest.approx(0.17)
     (only,) = group.find_counterparts(group.variants[0], "kern")
     assert only.label == "kern, gate_scale 1"
     (only,) = group.find_counterparts(group.variants[0], "tanh, gate_scale 18")
@@ -421,14 +429,24 @@ def test_seeds_and_values_that_curves_lack(tmp_path):
 
 
 def test_keys_that_change_with_the_key(tmp_path):
+    """Here the length of training, too. The first router lacks the first value."""
     runs = []
-    for router in ("kern", "tanh"):
-        for n_embd, n_layer in ((64, 2), (128, 4)):
-            size = [f"model.n_embd={n_embd}", f"model.n_layer={n_layer}"]
-            runs.append(make_run(tmp_path / f"{router}{n_embd}", f"model.router={router}", *size))
-    (group,), (note,) = load(*runs, key="model.n_embd")
-    assert group.xs == [64, 128] and note == "model.n_layer changed with model.n_embd"
-    assert len(load_groups(*runs, key="model.n_layer")) == 1
+    for router, n_embd, n_layer in (("kern", 64, 2), ("kern", 128, 4), ("tanh", 128, 4)):
+        own = [f"model.router={router}", f"model.n_embd={n_embd}", f"model.n_layer={n_layer}"]
+        own.append(f"train.max_steps={10 * n_embd}")
+        runs.append(make_run(tmp_path / f"{router}{n_embd}", *own, end=n_layer))
+    (group,), (note, incomplete) = load(*runs, key="model.n_embd")
+    assert labels_of(group) == ["tanh", "kern"] and group.xs == [64, 128]
+    assert note == "model.n_layer, train.max_steps changed with model.n_embd"
+    assert tables.describe_group(group).startswith("`mix-bytes`: 640 or 1,280 steps of")
+    losses = [f"{loss_of(run):.4f}" for run in runs]
+    lines = tables.build_loss_table(group).lines
+    assert [line[2:] for line in lines] == [["", losses[2]], losses[:2]]
+    assert incomplete.startswith("incomplete: tanh at n_embd 64 lacks seed 0.")
+    runs.append(make_run(tmp_path / "other", "data.name=other", *own))
+    _, notes = load(*runs, key="model.n_embd")
+    assert notes[1].startswith("mix-bytes: incomplete: tanh")
+    assert len(load_groups(*runs[:3], key="model.n_layer")) == 1
 
 
 @pytest.mark.parametrize("key, given, said", [
