@@ -348,7 +348,7 @@ def dense_run(module_tiny):
     """
     # 6 windows: 4, then 2
     own = ["train.micro_batch_size=4", "train.checkpoint_interval=2", f"run.seed={SEED}"]
-    own.append("train.ema_decay=0.5")
+    own += ["train.ema_decay=0.5", "eval.spread=tokens"]
     train_run(config := module_tiny("model.router=dense", "run.name=dense", *own))
     return folder.path_of(config)
 

@@ -165,8 +165,8 @@ def test_validation_windows_are_those_of_each_set(sets):
     assert np.allclose(sums, [0.1, 0.1, 0.8]) and np.bincount(short.sets).tolist() == [4, 4, 32]
 
 
-def test_losses_are_those_of_each_set_and_their_mean(trained, call):
-    """In the metrics, and of eval.val_loss."""
+def test_losses_are_those_of_each_set_and_their_mean(trained, call, tmp_path):
+    """In the metrics, and of eval.val_loss, also beside a run with other weights."""
     last = metrics(trained)[-1]
     losses = [last[f"val/{name}/loss"] for name in WEIGHTS]
     assert last["val/loss"] == pytest.approx(np.dot(losses, [*WEIGHTS.values()]), rel=1e-12)
@@ -185,6 +185,17 @@ def test_losses_are_those_of_each_set_and_their_mean(trained, call):
         and "no longer" not in said
     )
     assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")
+    other = shutil.copytree(path_of(trained), tmp_path / "other")
+    text = (other / "config.toml").read_text()
+    weights = [0.31, 0.53, 0.16]  # which have the same windows
+    for old, new in zip(WEIGHTS.values(), weights, strict=True):
+        text = text.replace(f'" = {old}', f'" = {new}', 1)
+    (other / "config.toml").write_text(text)
+    said = call(val_loss.main, path_of(trained), other)
+    mean = np.dot(losses, weights)
+    assert f"{mean:.4f}" != f"{last['val/loss']:.4f}"
+    assert f"{other}: mean by the weights of the mixture: {mean:.4f}" in said
+    assert said.count("+0.0000 [+0.0000, +0.0000]") == 3
 
 
 def test_the_tokenizer_is_that_of_any_set_that_is_left(trained, sets, tmp_path, monkeypatch):
