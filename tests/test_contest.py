@@ -42,7 +42,7 @@ class Trainer:
         self.programs = {}  # {name of a run: the code that trained it last}
 
     def loss(self, router, task):
-        loss = self.BASE.get(router, 1.6) + task.draw / 1000 + task.seed % 7 / 1e4
+        loss = self.BASE.get(router, 1.6) + task.draw / 1000 + task.seed % 7 / 7e4
         return loss - 0.1 * math.log2(task.length) - 0.1 * task.rung
 
     def __call__(self, file, points, shares, stop, train):
@@ -77,6 +77,7 @@ class Trainer:
             windows = value + np.array([-0.3, 0.1, 0.2, 0.0, 0.0, 0.0])
             line = {"step": step, "tokens": step * 256, "val/loss": value}
             line |= {"val/window_losses": windows, "val/gate_norm": norm, "val/zero_gates": 0.25}
+            line |= {"val/load_imbalance": 3.0004, "val/dead_experts": 1.5}
             metrics.log(**line, **{"val/window_documents": np.array([0, 0, 1, 1, 1, 4])})
         metrics.close()
 
@@ -105,7 +106,8 @@ class Contest:
             assert old in text
             text = text.replace(old, new, 1)
         (self.folder / "config/track/tiny.toml").write_text(text)
-        for file in ("train.py", "router.py", "README.md", "page.md"):
+        (self.folder / "data/deep").mkdir(parents=True)
+        for file in ("train.py", "router.py", "data/deep/sets.toml", "README.md", "page.md"):
             (self.folder / file).write_text(f"# {file}\n\n{table.BEGIN}{table.END}\n\nrest\n")
         monkeypatch.chdir(self.folder)
         monkeypatch.setattr(contest, "RECORDS", self.folder / "track/records")
@@ -181,10 +183,12 @@ def test_an_entry_is_stopped_fails_and_is_completed(tiny_contest, monkeypatch):
     another machine.
     """
     it, trainer = tiny_contest, tiny_contest.trainer
-    (it.folder / "train.py").write_text("# other\n")
-    code, said = it.track("enter", "kern")
-    assert code == 2 and "train.py is not committed" in said and not trainer.trained
-    it.commit("other")
+    for name in ("train.py", "data/deep/sets.toml", "config/track/tiny.toml"):
+        text = (it.folder / name).read_text()
+        (it.folder / name).write_text(f"{text}# other\n")
+        code, said = it.track("enter", "kern")
+        assert code == 2 and f"{name} is not committed" in said and not trainer.trained
+        it.git("checkout", "-q", "--", ".")
 
     trainer.stop_after = 1
     code, said = it.track("enter", "kern")
@@ -201,7 +205,7 @@ def test_an_entry_is_stopped_fails_and_is_completed(tiny_contest, monkeypatch):
 
     def change_code(point):
         if point.number.startswith("judge"):
-            (it.folder / "router.py").write_text("# changed\n")
+            (it.folder / "data/deep/sets.toml").write_text("# changed\n")
 
     trainer.before = change_code
     with monkeypatch.context() as patch:
@@ -244,6 +248,7 @@ def test_an_entry_is_stopped_fails_and_is_completed(tiny_contest, monkeypatch):
             shifts = np.array(run["documents"]) - [[wanted, 0]] * 3
             assert shifts == pytest.approx(np.array([[-0.1, 2], [0.2 / 3, 3], [0, 1]]), abs=2e-7)
             assert (run["gate_norm"], run["zero_gates"]) == ([1.0, 2.0], 0.25)
+            assert (run["load_imbalance"], run["dead_experts"]) == (3.0, 1.5)
     assert record["step_ms"] == [{"reference": 10.0, "entry": 11.0}] * 2
     head = run_git("rev-parse", "HEAD").stdout.decode().strip()
     assert [made["commit"] for made in record["made"]] == [head] * 2
@@ -298,6 +303,7 @@ def test_a_contest_of_invented_runs(tiny_contest, tmp_path):
     assert draft["options"] == {"model.router": "tanh, c=2", "model.n_hash_layer": 1}
     assert draft["step_ms"] == [{"reference": 10.0, "entry": 13.0}]
     assert {run["rung"] for run in draft["runs"]} == {0}
+    assert it.track("enter", "--draft", "--spec", "tanh, c=2")[0] == 0  # a draft of its own
     code, said = it.track("enter", "--draft", "sigmoid")
     assert code == 2 and "exit code 3: out ofmemory" in said
     it.git("checkout", "-q", "--", ".")

@@ -237,6 +237,7 @@ def test_tasks_and_seeds_follow_from_name_rules_and_losses(protocol):
         (1, 0, 0.5),
         (1, 0, 2.0),
     ]
+    assert len({t.seed for t in reference if t.round == "curve"}) == 4
     digest = hashlib.sha256(json.dumps([protocol.sha256, "kern", "judge", 0, 2, 0]).encode())
     assert judged[0].seed == int(digest.hexdigest()[:7], 16)
     other_rules = protocol.model_copy(update={"sha256": "0"})
@@ -347,6 +348,10 @@ def test_multipliers_are_read_from_the_references_curve(protocol):
     two = protocol.model_copy(update={"curve_settings": 2})  # two such runs of each length
     noisy = contest.measure_curve(losses_of(make_record(two, "softmax-renorm", 1.6)), 1)
     assert noisy[2] == pytest.approx(np.array([error, 0, error]) / 2**0.5)
+    diverged = dict(losses_of(make_record(two, "softmax-renorm", 1.6)))
+    diverged[next(t for t in diverged if t[:2] == ("curve", 1) and t.length == 2)] = math.inf
+    curve_of_three = contest.measure_curve(diverged, 1)
+    assert curve_of_three[2] == pytest.approx([error / 2**0.5, 0, error])
     difference = Difference(-0.05, 2, 0.002, 9.0, "seeds")
     wide = contest.multiply_compute(np.array([curve[0], curve[1], [error, 0, error]]), difference)
     half = stats.t(9).ppf(0.975) * math.hypot(0.002, error / 2)
@@ -643,6 +648,7 @@ def test_forged_records_are_refused(protocol):
     def with_code(**changes):
         return {**kern, "made": [kern["made"][0] | changes]}
 
+    fake = {"code_sha256": "f" * 64}
     other_draw = [{"optim.lr": 0.5}, *kern["settings"][1:]]
     elsewhere = run_git("commit-tree", "HEAD^{tree}", "-m", "a fork").stdout.decode().strip()
     clone = make_record(
@@ -658,7 +664,8 @@ def test_forged_records_are_refused(protocol):
             make_record(protocol, "zz-magic", options={"model.router": "zz-magic"}),
         ),
         ("not in this repository", with_code(commit="0" * 40)),
-        ("other code trained it", with_code(code_sha256="f" * 64)),
+        ("other code trained it", with_code(**fake)),
+        ("other code trained it", {**kern, "made": kern["made"] + with_code(**fake)["made"]}),
         ("is in no history of this branch", with_code(commit=elsewhere)),
         ("same router as kern", clone),
         ("same router as kern", scaled),
@@ -692,7 +699,8 @@ def test_forged_records_are_refused(protocol):
     ]
     for reason, record in cases:
         assert reason in faults_of(protocol, record), reason
-    assert not verify.is_same_router("tanh, bias", "tanh")
+    for router in ("tanh, bias", "tanh, gamma"):
+        assert not verify.is_same_router(router, "tanh")
     path = save(protocol, kern)
     path.write_text(
         path.read_text().replace('"draft": false', '"draft":  false').replace("1.6", "1.5")
@@ -928,15 +936,17 @@ def test_mixed_and_incomplete_records_are_named(protocol, capsys):
     assert "kern.json: left out, of another protocol" in said
     assert "kern_old.json: left out, it is the record of softmax-renorm" in said
     assert "tanh.json: left out, not complete; enter tanh to resume" in said
-    with pytest.raises(ValueError, match="has protocol_sha256 0000.*, this entry"):
-        entry.start_record(
-            protocol, protocol.records / "kern.json", "kern", {"model.router": "kern"}
-        )
+    for name, said in (("kern", "protocol_sha256 0000"), ("softmax-renorm", "options .*softmax")):
+        with pytest.raises(ValueError, match=f"has {said}.*, this entry"):
+            path = protocol.records / f"{name}.json"
+            entry.start_record(protocol, path, name, {"model.router": "kern"})
     diverged = make_record(protocol, "dense")
-    diverged["runs"][-1]["loss"] = None
+    for number in (0, -1):  # a draw and a judged run
+        diverged["runs"][number]["loss"] = None
     head, rows = table.build_table(protocol, [records[0], diverged])
     last = dict(zip(head, rows[-1], strict=True))
     assert (last["router"], last["sign"], last["loss 2"]) == ("dense", "**higher**", "diverged")
+    assert last["diverged"] == "2"
 
 
 def test_errors_of_a_ratio_add_by_squares():
