@@ -97,7 +97,7 @@ def build_sections(report: Report, known: Mapping[tuple, Section]) -> dict[tuple
     for group in report.groups:
         data: list = [group.label]
         for run in group.shown_runs:
-            data += [run.folder, run.status.state, run.last_evaluated, *run.series("val/loss")]
+            data += [run.folder, run.status.state, *run.series("val/loss").items()]
         key = tuple(data)
         sections[key] = known.get(key) or build_section(report, group)
     return sections

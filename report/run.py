@@ -43,7 +43,8 @@ class Run:
     # {step: line of metrics.jsonl with a finite validation loss}
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
     logs: list[dict[str, Any]] = field(default_factory=list)  # lines with a training loss
-    diverged: int | None = None  # step of the first validation loss that was not finite
+    # the first step of the last validation losses that were not finite
+    diverged: int | None = None
     missing: Steps = field(default_factory=dict)  # steps that had lines by its last checkpoint
     faults: list[str] = field(default_factory=list)  # of its metrics and arrays
     status: Status = Status()

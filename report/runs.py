@@ -63,7 +63,7 @@ def read_run(folder: Path) -> Run:
             run.logs.append(line)
         if math.isfinite(line.get("val/loss", math.nan)):
             run.evaluations[line["step"]] = line
-        elif "val/loss" in line and run.diverged is None:
+        elif "val/loss" in line and (run.diverged is None or run.diverged < run.last_evaluated):
             run.diverged = line["step"]
     run.status = find_status(run)
     return run

@@ -30,6 +30,7 @@ from runs import ALONE, REPO_ROOT, wait_until
 
 from common.files import is_locked
 from common.text import escape_controls
+from report.blocks import Picture
 from report.overview import describe_run
 from report.runs import Reading, read_run, read_runs
 from report.status import find_status
@@ -187,22 +188,22 @@ def test_watching_keeps_no_run_from_its_lock(make_run):
 
 
 def test_numbers_and_the_time_left(make_run):
-    """90 steps of 40 tokens at the median speed of the last five lines: 40 tokens per second."""
+    """88 steps of 40 tokens at the median speed of the last five lines: 40 tokens per second."""
     speeds = [1000, 1000, 40, 30, 50, 40, 9000]
     lines = [
         (i + 4, {"train/loss": 3 - i / 10, "perf/tokens_per_sec": speed})
         for i, speed in enumerate(speeds)
     ]
-    folder = make_run("one", [*lines, (10, {"val/loss": 2.25, "perf/mfu": 0.123})], dead_process())
+    folder = make_run("one", [*lines, (12, {"val/loss": 2.25, "perf/mfu": 0.123})], dead_process())
     row = [
         str(folder),
         "running",
-        "10 of 100  10%",
+        "12 of 100  12%",
         "2.4000",
         "2.2500",
         "12.3%",
         "40",
-        "0:01:30",
+        "0:01:28",
         "",
     ]
     with locked(folder):
@@ -221,12 +222,14 @@ BAD, GOOD = {"val/loss": NAN}, {"val/loss": 2.0}
 @pytest.mark.parametrize("lines, files, state, trouble", [
     ([(10, TRAINING | {"train/loss": NAN})], {}, "failed", "train/loss is nan"),
     ([(9, GOOD), (10, {"val/loss": float("inf")})], {}, "failed", "val/loss is nan"),
+    ([(9, GOOD), (10, BAD), (12, TRAINING)], {}, "failed", "val/loss is nan"),
     ([(8, BAD), (9, BAD), (10, GOOD)], {}, "stopped", ""),
+    ([(8, BAD), (9, GOOD), (10, BAD)], {}, "failed", "val/loss is nan"),
     (LOG, {"crash-step_9.json": "", "crash-step_8.json": ""},
      "failed", "crash dump crash-step_9.json"),
     (LOG, {"train.log": "error: old\nx\nerror: no disk\ny"}, "failed", "error: no disk"),
-    (LOG, {FAILURE_FILE: "20 steps in a row skipped. Start again\n"},
-     "failed", "20 steps in a row skipped"),
+    (LOG, {FAILURE_FILE: "lr 0.5: 20 steps in a row skipped. Start again\n"},
+     "failed", "lr 0.5: 20 steps in a row skipped"),
     (END, {FAILURE_FILE: "no space left\n"}, "failed", "no space left"),
     (LOG, {"train.log": f"{SLOW}\n"}, "stopped", SLOW),
     (END, {"train.log": f"{SLOW}\n"}, "finished", SLOW),
@@ -235,8 +238,7 @@ def test_trouble(make_run, lines, files, state, trouble):
     folder = make_run("one", lines)
     for name, text in files.items():
         (folder / name).write_text(text)
-    status = status_of(folder)
-    assert (status.state, status.trouble) == (state, trouble)
+    assert status_of(folder) == (state, lines[-1][0], trouble)
 
 
 # ---- the table
@@ -333,6 +335,8 @@ def test_changed_content_of_equal_length_is_sent_again(monkeypatch):
         reply = connection.getresponse()
         assert (reply.status, reply.read()) == (200, b"1")
         connection.close()
+    addresses = [Picture("a.svg", "", "", svg).address for svg in (b"<svg/>", b"<div/>")]
+    assert addresses[0] != addresses[1]
 
 
 def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
@@ -382,6 +386,9 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
             get()
         assert error.value.code == 500 and "disk full" in error.value.read().decode()
         assert "1.2345" in get() and writes == [1, 1]
+        file = tmp_path / "runs/kern/metrics.jsonl"  # trained again, with other losses
+        file.write_text(re.sub(r'"val/loss": \d', '"val/loss": 7', file.read_text()))
+        assert address not in get() and writes == [1, 1, 1]
         for path, host, code in (("/runs", "localhost", 404), ("/", "evil.example", 403)):
             with pytest.raises(urllib.error.HTTPError) as error:
                 get(path, host)
