@@ -267,6 +267,10 @@ def test_gpu_check_goes_on_after_a_failure_and_leaves_out_what_does_not_fit(
         "second": gpu_check.Piece(lambda check: check.figures.update(done=True), 0),
         "long": gpu_check.Piece(fail, 3600),
     }
+    times = iter([0, 9, 9, 18, 18, 27, 27, 28, 28, 31])  # three calls that warm up, and two
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_check.time, "perf_counter", lambda: next(times))
+        assert gpu_check.time_function(list, rounds=2) == 2
     monkeypatch.setattr(gpu_check, "PIECES", pieces)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "describe_machine", dict)

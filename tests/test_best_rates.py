@@ -34,6 +34,8 @@ def make_sweep(folder: Path, optimizer: str, best: float, lift: float, seeds=ran
 def test_best_rates_and_the_difference_of_optimizers(tmp_path, capsys):
     make_sweep(tmp_path, "adamw", 2.5e-3, 0.02)
     make_sweep(tmp_path, "muon", 5e-3, 0.0, seeds=[1, 2])  # paired by number, not by place
+    given = ["optim.name=muon", "optim.lr=3e-3", "run.seed=0"]
+    make_run(tmp_path / "stopped", *given, file=CONFIGS / "muon.toml", until=0.5)
     picture = tmp_path / "best.png"
     rates, difference = best_rates.tabulate([str(tmp_path), "--picture", str(picture)])
     assert [row["seeds"] for row in rates.rows] == ["3", "2"]
@@ -58,8 +60,8 @@ def test_a_minimum_at_the_end_is_not_extrapolated(tmp_path, best, said):
 
 
 def test_other_shapes_are_held_against_the_first(tmp_path):
-    """Width 128's best rate is twice that of width 64."""
-    for width, best in ((64, 4e-3), (128, 8e-3)):
+    """Width 128's best rate is twice that of width 64 with the same transfer."""
+    for transfer, width, best in (("mup", 64, 4e-3), ("mup", 128, 8e-3), ("none", 64, 3e-3)):
         for rate in (1.5e-3, 3e-3, 5.2e-3, 8.5e-3, 1.6e-2):
             given = {
                 "model.n_embd": width,
@@ -67,22 +69,22 @@ def test_other_shapes_are_held_against_the_first(tmp_path):
                 "model.n_expert": 64,
                 "model.top_k": 8,
                 "model.expert_hidden": width // 16,
-                "optim.transfer": "mup",
+                "optim.transfer": transfer,
                 "optim.lr": rate,
             }
             make_run(
-                tmp_path / f"{width}-{rate}",
+                tmp_path / f"{transfer}-{width}-{rate}",
                 *(f"{key}={value}" for key, value in given.items()),
                 file=CONFIGS / "mup.toml",
                 end=bend(rate, best),
             )
     (table,) = best_rates.tabulate([str(tmp_path)])
-    first, second = table.rows
-    assert "over the first's rate" not in first
+    first, second, other = table.rows
+    assert "over the first's rate" not in first.keys() | other.keys()
     assert second["over the first's rate"] == "2.00"
     losses = {}
     for rate in (5.2e-3, 8.5e-3):  # nearest to 4e-3, as a ratio; the lowest of width 128
-        losses[rate] = loss_of(tmp_path / f"128-{rate}")
+        losses[rate] = loss_of(tmp_path / f"mup-128-{rate}")
     excess = losses[5.2e-3] / losses[8.5e-3] - 1
     assert second["more loss at the first's rate"] == f"{excess:.2%}"
 
@@ -101,4 +103,5 @@ def test_intervals_hold_the_truth_in_95_percent_of_sweeps(n_seed, sd):
         curve = best_rates.Curve("", None, list(range(n_seed)), rates, losses)
         best = best_rates.find_best(curve)
         covered += best is None or best.low <= truth <= best.high
+        assert best is None or 0.7499e-3 < best.low <= best.high < 12.001e-3  # the rates tried
     assert 0.93 < covered / n_sweep < 0.98

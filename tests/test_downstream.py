@@ -279,6 +279,10 @@ def test_differences_are_those_of_scipys_paired_test():
     wanted = [(values - first).mean(), *test.confidence_interval()]
     said = re.findall(r"[+-]\d+\.\d+", str(downstream.compare_values(values, first)))
     assert [float(text) for text in said] == pytest.approx(wanted, abs=6e-5)
+    samples = []  # as a rank gathers them, and once more by another filter
+    for number, kind in ((1, "none"), (0, "none"), (1, "strict")):
+        samples.append({"doc_id": number, "filter": kind, "metrics": ["acc"], "acc": number})
+    assert tasks.list_values(samples) == {"acc": [0.0, 1.0]}
 
 
 def test_runs_are_compared_by_document(run, tmp_path, capsys):

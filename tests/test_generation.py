@@ -311,14 +311,17 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
     assert (
         json.loads((tmp_path / "gone/tiny/meta.json").read_text())["tokenizer"]["hash"] == "0" * 64
     )
+    config = (run / "config.toml").read_text()  # the first set of a mixture is missing
+    (run / "config.toml").write_text(config.replace("mix = {}", "mix = {absent = 1.0, tiny = 1.0}"))
     with pytest.raises(ValueError, match="gone/tiny: its tokenizer .'bytes'. is not that of tiny"):
         load_run(run)
 
 
 def test_damaged_checkpoints_are_named(run, capsys):
     oldest, *older, newest = sorted((run / "checkpoints").glob("step_*"))
-    for path in (oldest, newest):
-        path.rename(f"{path}.damaged")
+    oldest.rename(f"{oldest}.damaged")
+    assert load_model(run).step == 8 and "damaged" not in capsys.readouterr().out
+    newest.rename(f"{newest}.damaged")
     assert load_model(run).step == 6
     assert "step 8 is damaged; using that of step 6" in capsys.readouterr().out
     for path in older:

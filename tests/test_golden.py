@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -46,3 +47,16 @@ def test_a_loss_that_is_missing_or_not_finite_differs():
     }
     infinite = dict.fromkeys(("val 10", "train 31", "val 30"), math.inf)
     assert differing == infinite | {"train 7": pytest.approx(2.5e-6, rel=1e-3)}
+
+
+def test_the_command_fails_if_any_router_differs(monkeypatch, capsys):
+    """Here the first of all; the last ones are equal."""
+    made = {router: dict(losses) for router, losses in LOSSES.items()}
+    first, *others = ROUTERS
+    made[first]["train 7"] *= 1.01
+    monkeypatch.setattr(golden, "write_corpus", lambda folder: None)
+    monkeypatch.setattr(golden, "train_router", lambda router, folder: made[router])
+    assert golden.main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert re.search(rf"^{first} +1\.0e-02  differs first: train 7$", lines[0])
+    assert len(lines) == len(others) + 1 and all("within 2e-06" in line for line in lines[1:])

@@ -135,6 +135,13 @@ def test_options_that_need_memory_are_planned(call):
         change = gibibytes(full[name]["activations"]) - gibibytes(plain[name]["activations"])
         assert change == pytest.approx(mask, abs=0.06)
     assert gibibytes(full["ddp"]["scoring"]) == 0 < gibibytes(full["fsdp"]["scoring"])
+    shared = read_table(call(plan.main, LARGE, *words, "--train.expert_parallel=4"))
+    names = ("fsdp", "fsdp, checkpointing")  # which sends tokens there and back once more
+    once, again = (gibibytes(shared[name]["sends per step"]) for name in names)
+    config = configure.load(LARGE)
+    rows = config.train.batch_size * 512 / 4 * config.model.top_k * config.model.n_layer
+    there_and_back = 2 * 2 * rows * config.model.n_embd * 3 / 4  # float16; a quarter stays
+    assert again - once == pytest.approx(there_and_back / 2**30, abs=0.1)
     mean = call(plan.main, LARGE, *words, "--train.ema_decay=0.9")
     assert f"checkpoint       {16 * P / 2**30:.1f} GiB" in mean
 

@@ -3,6 +3,7 @@
 import json
 import re
 from itertools import combinations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ from fake_runs import load_groups, loss_of, make_run, make_seeds
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
+from runs import REPO_ROOT
 from scipy import stats
 
 import report.__main__ as report
 from report import pictures
 from report.blocks import Picture, Table
 from report.comparisons import compare_group
-from report.page import Report, Section, format_page
+from report.page import Report, Section, draw_pictures, format_page
 from report.runs import read_run
 from report.style import DISTINCT, STYLES, choose_styles
 from report.tables import name_measure
@@ -73,6 +75,8 @@ def test_a_constant_difference_is_shown_from_its_start(tmp_path):
     kern, tanh = np.mean(losses[3:]), np.mean(losses[:3])
     said = f"At step 1,000: kern {kern:.4g} is lowest, tanh {tanh:.4g} highest."
     assert panel.sentence == said
+    files = [draw_pictures([panel], label)[0].file for label in ("3 layers", "4 layers")]
+    assert files[0] != files[1]  # a live page has those of all groups
     for routers, more in ({"kern": 2}, ""), ({"kern": 2, "tanh": 2}, " for all"):
         (group,) = load_groups(*make_seeds(tmp_path / f"equal{more}", routers, 1))
         (panel, *_) = pictures.list_loss_panels(group, "kern")
@@ -479,10 +483,11 @@ def test_names_cannot_break_the_page():
     cells = ["<i>", "1 ± 2 in [-1, 2]"]
     table = Table(["a|b", "c"], [dict(zip(["a|b", "c"], cells, strict=True))])
     picture = Picture("x.svg", "<u>", "<u>", b"<svg/>")
-    section = Section("<b> & co", "**bold** `code` <script>", [picture], [table])
+    section = Section("<b> & co", "**b** `c` **bold** `code` <script>", [picture], [table])
     report = Report([], [], ["1 < 2"])
     html = format_page(report, [section], ["scripts.report", "<script>"]).decode()
-    assert "<script" not in html and "<b>bold</b> <code>code</code> &lt;script&gt;" in html
+    shown = "<b>b</b> <code>c</code> <b>bold</b> <code>code</code> &lt;script&gt;"
+    assert "<script" not in html and shown in html
     assert "<h2>&lt;b&gt; &amp; co</h2>" in html and '<section id="b-co">' in html
     assert (
         "<th>a|b</th>" in html
@@ -500,19 +505,26 @@ def test_the_default_folder_follows_the_runs(tmp_path, monkeypatch, call):
         make_run(tmp_path / f"runs/{name}", f"model.router={'tanh' if 'tanh' in name else 'kern'}")
     for given, wanted in (
         (["mine-kern"], "report-mine-kern"),
-        (["mine-kern", "mine-tanh"], "report-mine"),
+        (["mine-kern", tmp_path / "runs/mine-tanh"], "report-mine"),
     ):
-        call(report.main, *(f"runs/{name}" for name in given))
-        assert f"<h1>{len(given)} run" in (tmp_path / f"runs/{wanted}/report.html").read_text()
+        call(report.main, *(Path("runs", name) for name in given))
+        html = (tmp_path / f"runs/{wanted}/report.html").read_text()
+        assert f"<h1>{len(given)} run" in html
+        # of the code's repository: this folder is in none
+        assert ("commit unknown" in html) != (REPO_ROOT / ".git").exists()
     call(report.main, "runs")
     assert (tmp_path / "runs/report/report.html").is_file()
 
 
 def test_bad_input(tmp_path, call):
     kern = make_run(tmp_path / "kern")
+    other = make_run(tmp_path / "other", "model.gate_norm=2")
     for arguments, said in [
         ([tmp_path / "kernel"], "no such folder"),
-        ([kern, "--baseline", "softmx"], "--baseline 'softmx': the runs have kern"),
+        (
+            [kern, other, "--baseline", "softmx"],
+            "--baseline 'softmx': the runs have kern; kern, gate_norm 2; kern, gate_norm own",
+        ),
         ([kern, "--out", kern / "config.toml"], "a file, not a folder"),
         ([kern, "--margin", "-1"], "--margin -1: expected 0 or more"),
         ([kern, "--out", kern / "config.toml/x"], "a file is where a folder is needed"),

@@ -513,6 +513,7 @@ FAULTS = {
     "top_k": f"{SHAPE}, top_k (2, 8, 3); trace a run with these",
     "experts": f"{SHAPE}, experts (2, 4, 2)",
     "layers": f"{SHAPE}, layers (1, 8, 2)",
+    "softmax --windows 6": "--replay, whose text is the trace's, no --data or --windows",
     "softmax --data tiny": "--replay, whose text is the trace's, no --data or --windows",
     "softmax --other {}/runs/kern": "--trace takes no --other",
 }

@@ -126,7 +126,9 @@ def test_a_failed_point_is_named_and_a_stopped_one_stops_the_sweep(
     assert "failed: " not in said and "no runs in" not in said  # no table: it is not finished
 
 
-def test_a_trial_with_other_settings_is_not_reported(sweep_file, fake_trainer, capfd, monkeypatch):
+def test_a_trial_with_other_settings_is_not_reported(
+    sweep_file, fake_trainer, capfd, monkeypatch, tmp_path
+):
     """Its folder has the name that a point would have had."""
     overrides = ["--run.seed=0", "--train.max_steps=9"]
     trial = configure.load(sweep_file, ["--model.router=kern", *overrides, "--optim.lr=0.5"])
@@ -148,6 +150,10 @@ def test_a_trial_with_other_settings_is_not_reported(sweep_file, fake_trainer, c
         assert last[:3] == ["python", "-m", "scripts.report"]
         reported = [folder for pattern in last[3:] for folder in glob.glob(pattern)]
         assert reported == [str(point.folder) for point in points]
+    folders = [tmp_path / f"runs [1]/x{i}" for i in range(3)]  # the last is not of the sweep
+    for one in folders:
+        one.mkdir(parents=True)
+    assert shlex.split(sweep.describe_folders(folders[:2])) == list(map(str, folders[:2]))
 
 
 def test_the_quickstart_reports_the_folders_of_its_sweep(tmp_path):

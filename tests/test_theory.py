@@ -50,6 +50,8 @@ def test_gradients_against_autograd_of_the_formula(name):
     assert theory.jacobian_squares(name, M, k, tau) == pytest.approx(
         float(squares.mean()), abs=4 * error
     )
+    (rms, rms_error), _ = theory.measure_jacobian(name, s.detach(), k, tau)  # scaled, if by c
+    assert rms_error / rms == pytest.approx(error / (2 * float(squares.mean())))
 
 
 def test_the_constant_of_two_active_experts():
@@ -66,6 +68,8 @@ def test_the_constant_of_two_active_experts():
 def test_measured_meets_analytic(monkeypatch, capsys):
     monkeypatch.setattr(theory, "DRAWS", 8)
     rows = {row.quantity: row for claim in theory.CLAIMS.values() for row in claim(320, 0)}
+    ratio = theory.Estimate(4.0, 0.3).over(theory.Estimate(2.0, 0.2))
+    assert ratio == pytest.approx((2.0, 2.0 * math.hypot(0.3 / 4, 0.2 / 2)))
     assert len(rows) == 8 + 8 + 5 + 4 and all(row.agrees() for row in rows.values())
     assert sum(row.measured.error > 0 and row.analytic is not None for row in rows.values()) > 15
     for quantity, low, high in (
