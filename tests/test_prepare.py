@@ -98,7 +98,7 @@ def test_the_set_is_the_same_for_any_number_of_workers(
     assert sets[0] == sets[1] and len(sets[0]) > 10
 
 
-def test_python_sources_below_other_roots(run, tmp_path):
+def test_python_sources_below_other_roots(run, tmp_path, monkeypatch):
     files = {
         "one/a.py": "# a",
         "one/test/b.py": "# b",
@@ -108,19 +108,14 @@ def test_python_sources_below_other_roots(run, tmp_path):
     }
     write_tree(tmp_path, {name: text.encode() for name, text in files.items()})
     (tmp_path / "none").mkdir()
-    args = (
-        "stdlib",
-        "--roots",
-        tmp_path / "two",
-        tmp_path / "one",
-        "--name",
-        "code",
-        "--val-fraction",
-        0.4,
-    )
+    options = ("--name", "code", "--val-fraction", 0.4)
+    args = ("stdlib", "--roots", tmp_path / "two", tmp_path / "one", *options)
     run(*args)
     assert documents_of(tmp_path / "out/code") == split_of(["# c", "# f", "# a", "# b"], 0.4)
     assert "already there" in run(*args)
+    (tmp_path / "link").symlink_to("one")
+    monkeypatch.chdir(tmp_path / "two")
+    assert "already there" in run("stdlib", "--roots", ".", "../link", *options)
     (tmp_path / "one/a.py").write_text("# other")
     assert "its files have changed" in run(*args, code=2)
     assert "none: no .py file there: name another --roots" in run(
