@@ -258,9 +258,9 @@ CLASHES = """
 --model.router_groups=4 --model.router_group_k=2 --train.bias_update=quantile
     train.bias_update = quantile: model.router_groups = 4 chooses experts by no one
     threshold, whose quantile it needs; set --train.bias_update=sign
---model.n_hash_layer=12 --train.balance_loss_coef=1
-    model.n_hash_layer = 12 leaves no loads that train.balance_loss_coef, bias_update or
-    bias_update_rate could balance; leave them out or set --model.n_hash_layer=11
+--model.n_dense_layer=2 --model.n_hash_layer=10 --train.balance_loss_coef=1
+    model.n_hash_layer = 10 leaves no loads that train.balance_loss_coef, bias_update or
+    bias_update_rate could balance; leave them out or set --model.n_hash_layer=9
 --train.bias_update=quantile --train.bias_update_rate=0.1
     train.bias_update_rate = 0.1 is no setting of train.bias_update = quantile; set
     --train.bias_update_rate=0 or --train.bias_update=sign

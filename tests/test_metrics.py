@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runs import largest_file
 
 from runtime import RunError
-from runtime.metrics import ARRAYS, Metrics, read_metrics
+from runtime.metrics import ARRAYS, Metrics, find_missing_steps, read_metrics, to_ranges
 
 
 def steps(folder):
@@ -255,3 +255,19 @@ def test_a_damaged_file_of_arrays_is_named(tmp_path, damage):
         read_all(tmp_path)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9
     log_run(tmp_path, (), resume_step=5).close()  # training needs none of it
+
+
+LONG_RUN = {*range(10, 200_000, 10), 200_001}  # by log.interval, and the last step
+
+
+@pytest.mark.parametrize("steps", [set(), {7}, {0, 3, 4, 5, 9, 10, 30}, LONG_RUN])
+def test_steps_are_found_again_in_their_ranges(steps):
+    metadata = {"logged": {"train/loss": to_ranges(steps)}}
+    found = find_missing_steps({"train/loss": set()}, metadata)
+    assert found == ({"train/loss": steps} if steps else {})
+    assert find_missing_steps({"train/loss": steps, "val/loss": set()}, metadata) == {}
+
+
+@pytest.mark.parametrize("ranges", [[[0, 10**15, 1]], [[0, 9, 0]], [[0, 9]], [["a", 9, 1]], 7])
+def test_ranges_that_no_run_wrote_are_no_steps(ranges):
+    assert find_missing_steps({"val/loss": set()}, {"logged": {"val/loss": ranges}}) == {}
