@@ -257,7 +257,7 @@ def is_natural_pair(group: Group, left: Variant, right: Variant) -> bool:
             return True
         return right in group.find_counterparts(left, right.router)
     n_differing = sum(left.options[key] != right.options[key] for key in left.options)
-    return n_differing == 1 and left.shares_seed(right)
+    return n_differing == 1
 
 
 def judge_pairs(
