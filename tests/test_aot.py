@@ -33,6 +33,16 @@ def test_blocks_on_a_multiprocessor(sm, registers, shared, warps, blocks):
     assert aot.count_blocks(sm, registers, shared, warps) == blocks
 
 
+def test_waits_and_products_of_a_kernel():
+    """The most loads that a wait leaves counts; serialised is where each product is waited for."""
+    product = "HGMMA.64x128x16.F32"
+    text = f"DEPBAR.LE SB0, 0x1 ;\n{product} R24 ;\nDEPBAR.LE SB0, 0xa ;\n{product} R24 ;\n"
+    drain = "DEPBAR.LE gsb0, 0x0 ;\n"
+    assert aot.read_sass(text + drain) == (10, product, False)
+    assert aot.read_sass(text + 2 * drain) == (10, product, True)
+    assert aot.read_sass("FFMA R1, R2 ;\n") == (None, "", False)
+
+
 @pytest.mark.parametrize("sm", aot.SHARED)
 def test_operands_of_a_tile_fit_the_shared_memory_of_every_architecture(sm, monkeypatch):
     """In half precision, of the steps that are loaded ahead."""

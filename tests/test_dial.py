@@ -113,6 +113,10 @@ def test_a_model_that_is_too_large_names_its_memory_and_more_gpus(call):
     pattern = r"24 layers of width 1536 need (\S+) GiB on each of 1 GPUs, and one has 24 GiB; "
     (needed,) = re.findall(pattern + "set --gpus 2 or more", said)
     assert 1 < float(needed) / (16 * count_parameters(model)[0] / 2**30) < 1.2
+    words[3] = float(needed) / 0.95  # of which 92% can be used
+    call(plan.main, *words, code=2)
+    words[3] = float(needed) / 0.90
+    call(plan.main, *words)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_losses_over_a_key(tmp_path):
     assert lines_of(minus)[tanh[1]] == ([0, 0.002], pytest.approx([0, 0.4]))
 
 
-@pytest.mark.parametrize("values", [(0, 2, 4, 16), (0, 1, 100), (1, 2, 3), (0, 0.25)])
+@pytest.mark.parametrize("values", [(0, 2, 4, 16), (0, 1, 100), (1, 2, 3), (0, 0.1234567)])
 def test_values_of_a_key_are_at_their_places(tmp_path, values):
     """In order and apart, each with its tick: a factor of 2 is as long as the way from 0 to the
     smallest value.
