@@ -202,6 +202,8 @@ def test_the_rules_of_the_edition():
     tasks = list_tasks(protocol, "kern", dict.fromkeys(list_tasks(protocol, "kern", {}), 1.0))
     minutes = sum(protocol.rungs[task.rung].minutes * task.length for task in tasks)
     assert len(tasks) == count + 6 * 3 and minutes <= 160
+    lines = Path(contest.__file__).read_text().splitlines()
+    assert len(lines) <= 300  # track/README.md promises it
 
 
 @pytest.mark.parametrize("router", ["softmax-renorm", "kern", "identity, bias", "kern-after"])

@@ -5,7 +5,6 @@ the first rung. The best are judged on every rung, by seeds that follow from the
 entry has one test, against the reference; other entries change nothing in it.
 """
 
-import json
 import math
 import random
 import tomllib
@@ -23,6 +22,7 @@ from configure.schema import KEYS, Section, select_keys
 from data.bins import sha256_of
 from gate_norm import score_deviation
 from report.comparisons import Difference
+from track.fixed_keys import check_fixed_keys
 
 RECORDS = Path(__file__).parent / "records"
 OPTIONS = ("model.router", *select_keys("track_option"))  # keys that an entry may set
@@ -91,28 +91,10 @@ def load_protocol(file: str) -> Protocol:
         config = protocol.load(rung)
         fixed.append({key: attrgetter(key)(config) for key in KEYS if key not in FREE})
     listed = Path(file).with_suffix(".json")
-    if listed.exists():  # keys that are newer than the edition are not in it
-        now, fixed = fixed, read_fixed_keys(listed, len(fixed))
-        for rung, settings in enumerate(fixed):
-            for key, value in settings.items():
-                if now[rung].get(key) != value:
-                    change = f"{key} on rung {rung + 1} is {now[rung].get(key)}, not {value}"
-                    raise ValueError(f"{change} as in {listed}: set file or default back")
+    if listed.exists():
+        fixed = check_fixed_keys(listed, fixed)
     rules = {key: value for key, value in table.items() if key != "entries"}
     return protocol.model_copy(update={"sha256": sha256_of([rules, fixed])})
-
-
-def read_fixed_keys(path: Path, n_rungs: int) -> list[dict[str, Any]]:
-    """Read {key: value} of each rung; ValueError if the file is damaged."""
-    check_regular(path)
-    try:
-        fixed = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}; take it from git again") from None
-    is_list = isinstance(fixed, list) and all(isinstance(settings, dict) for settings in fixed)
-    if not is_list or len(fixed) != n_rungs:
-        raise ValueError(f"{path}: not the keys of {n_rungs} rungs; take it from git again")
-    return fixed
 
 
 class Task(NamedTuple):
