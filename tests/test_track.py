@@ -607,7 +607,7 @@ def test_no_router_sees_the_future(name):
 
 
 def test_a_router_that_looks_across_tokens_is_refused(protocol, monkeypatch):
-    monkeypatch.setitem(ROUTERS, "ahead", routers.RouterSpec("sigmoid"))
+    ahead = "sigmoid, c=3"
     for others in (
         lambda s: s.mean(0, keepdim=True),
         lambda s: s[-1:],  # the last token alone
@@ -617,9 +617,11 @@ def test_a_router_that_looks_across_tokens_is_refused(protocol, monkeypatch):
         phi = {**routers.PHI, "sigmoid": lambda s, o=others: torch.sigmoid(s + 1e-3 * o(s))}
         with monkeypatch.context() as patch:
             patch.setattr(routers, "PHI", phi)
-            assert not verify.is_causal("ahead") and verify.is_causal("tanh")
-            faults = faults_of(protocol, make_record(protocol, "ahead"))
-    assert "sees the future" in faults and verify.is_causal("ahead")
+            assert not verify.is_causal(ahead) and verify.is_causal("tanh")
+            faults = faults_of(
+                protocol, make_record(protocol, "mine", options={"model.router": ahead})
+            )
+    assert "sees the future" in faults and verify.is_causal(ahead)
 
 
 def test_an_intact_record_is_intact(protocol):
@@ -660,7 +662,16 @@ def test_forged_records_are_refused(protocol):
         protocol, "mine", options={"model.router": "relu, pre=l2 over all, gamma, bias, c=1.01"}
     )
     renamed = make_record(protocol, "mine", options={"model.router": "kern"})
+
+    def with_options(router, options):
+        return make_record(protocol, "mine", options={"model.router": router} | options)
+
     cases = [
+        ("changes nothing here", with_options("kern", {"model.n_hash_layer": 0})),
+        ("changes nothing here", with_options("kern", {"train.bias_update": "sign"})),
+        ("changes nothing here", with_options("dense", {"train.bias_update": "quantile"})),
+        ("bias_update", with_options("kern", {"train.bias_update": "nonsense"})),
+        ("is '1': write 1", with_options("kern", {"model.n_hash_layer": "1"})),
         (
             "router.py does not know its router",
             make_record(protocol, "zz-magic", options={"model.router": "zz-magic"}),
@@ -755,6 +766,16 @@ def test_chances_of_a_rerun():
         assert np.mean(means > limit) == pytest.approx(0.01, abs=0.003)
         passes = np.mean(means + verify.LIE <= limit)
         assert f"passes in {passes:.0%}" in verify.describe_power(error)
+    # nobody can know which runs these are, and a lie on one rung is in half of them
+    judged = [{"rung": int(number >= 12), "number": number} for number in range(18)]
+    drawn = [verify.draw_runs(judged, 5) for _ in range(2000)]
+    times = Counter(run["number"] for runs in drawn for run in runs)
+    for runs in drawn:
+        numbers = {run["number"] for run in runs}
+        assert len(numbers) == 5 and sum(number >= 12 for number in numbers) in (2, 3)
+    expected = [2000 * 2.5 / (12 if run["rung"] == 0 else 6) for run in judged]
+    counts = [times[number] for number in range(18)]
+    assert np.all(abs(np.subtract(counts, expected)) < 5 * np.sqrt(expected)), counts
     # a run that diverges again
     assert verify.subtract(math.inf, math.inf) == 0 and verify.subtract(math.inf, 1.5) == math.inf
 

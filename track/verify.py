@@ -2,14 +2,18 @@
 
 import hashlib
 import math
+import random
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import torch
 
+from configure.schema import KEYS
 from router import ROUTERS, Router, find_spec
 from runtime.signals import Stop
 from track.contest import (
@@ -93,18 +97,35 @@ def is_causal(router: str) -> bool:
     return True
 
 
-def find_router_faults(
-    protocol: Protocol, name: str, options: Mapping[str, Any], others: Sequence[Record]
-) -> list[str]:
-    """List what forbids an entry: an unknown or acausal router, or one that is entered already."""
-    router = options.get("model.router", "")
+def find_option_faults(protocol: Protocol, options: Mapping[str, Any]) -> list[str]:
+    """List options that are wrong, or that change nothing: a router would have a second name."""
     strange = sorted(set(options) - set(OPTIONS))
     if strange:
         return [f"it sets {', '.join(strange)}; an entry may set {', '.join(OPTIONS)}"]
     try:
-        find_spec(router)
+        spec = find_spec(options.get("model.router", ""))
     except ValueError as error:
         return [f"router.py does not know its router: {error}"]
+    try:
+        config = protocol.load(0, [f"{key}={value}" for key, value in options.items()])
+    except ValueError as error:
+        return [str(error)]
+    for key in set(options) - {"model.router"}:
+        if attrgetter(key)(config) == KEYS[key]["default"] or spec is None:
+            return [f"{key} = {options[key]} changes nothing here; leave it out"]
+        if attrgetter(key)(config) != options[key]:
+            return [f"{key} is {options[key]!r}: write {attrgetter(key)(config)!r}"]
+    return []
+
+
+def find_router_faults(
+    protocol: Protocol, name: str, options: Mapping[str, Any], others: Sequence[Record]
+) -> list[str]:
+    """List what forbids an entry: wrong options, an acausal router, or one entered already."""
+    faults = find_option_faults(protocol, options)
+    if faults:
+        return faults
+    router = options["model.router"]
     if not is_causal(router):
         return [f"{router}: a token's gates change with other tokens, so it sees the future"]
     rest = {key: value for key, value in options.items() if key != "model.router"}
@@ -278,10 +299,19 @@ def find_code_faults(record: Record) -> list[str]:
 
 
 # ---- runs again
+def draw_runs(judged: Sequence[Record], count: int) -> list[Record]:
+    """Draw runs by chance, in turn from each rung, so that no forger knows which."""
+    by_rung: dict[int, list[Record]] = {}
+    for run in random.SystemRandom().sample(judged, len(judged)):
+        by_rung.setdefault(run["rung"], []).append(run)
+    in_turn = chain.from_iterable(zip_longest(*by_rung.values()))
+    return [run for run in in_turn if run][:count]
+
+
 def rerun(
     protocol: Protocol, record: Record, count: int, parallel: int, stop: Stop
 ) -> tuple[str, bool]:
-    """Train the first judged runs again with the code of their commits; compare the means.
+    """Train judged runs again, drawn by chance, with the code of their commits; compare the means.
 
     Returns:
         What was found, and True if the record stands.
@@ -292,10 +322,11 @@ def rerun(
     judged = [run for run in record["runs"] if run["round"] == "judge"]
     if not 4 <= count <= len(judged):
         raise ValueError(f"--rerun {count}: expected 4 to {len(judged)}, the judged runs")
+    drawn = draw_runs(judged, count)
     differences = []
     equal = []
     for number, made in enumerate(record["made"]):
-        tasks = [task_of(run) for run in judged[:count] if run["made"] == number]
+        tasks = [task_of(run) for run in drawn if run["made"] == number]
         with tempfile.TemporaryDirectory() as folder:
             code = Path(folder, "code")
             for path, text in read_commit(made["commit"]).items():
