@@ -101,7 +101,7 @@ def tabulate_variants(study: Study) -> Table:
     """Means over seeds with 95% intervals by Student's t."""
     head = f"seeds of {study.n_planned}"
     columns = ["router", "balancing", head, "loss, 95%", f"minus {LEADER}, 95%"]
-    table = Table([*columns, "dead experts", "gates that are 0"])
+    table = Table([*columns, "load imbalance", "dead experts", "gates that are 0"])
     for (router, balancing), variant in study.variants.items():
         losses = study.losses(router, balancing)
         row = {
@@ -115,8 +115,10 @@ def tabulate_variants(study: Study) -> Table:
             row[f"minus {LEADER}, 95%"] = format_half_width(difference)
         runs_by_seed = variant.runs_at()
         runs = [runs_by_seed[seed] for seed in study.seeds]
+        imbalance = read_measure(study.group, runs, "val/load_imbalance")
         dead_experts = read_measure(study.group, runs, "val/dead_experts")
         zero_gates = read_measure(study.group, runs, "val/zero_gates")
+        row["load imbalance"] = f"{np.mean(imbalance):.1f}"
         row["dead experts"] = f"{np.mean(dead_experts):.1f}"
         row["gates that are 0"] = f"{np.mean(zero_gates):.1%}"
         table.rows.append(row)

@@ -369,10 +369,10 @@ def test_leads_by_balancing_equal_numpy(tmp_path):
     for line, losses_of_seeds, kern in zip(
         cells.lines, losses.reshape(16, 3), np.repeat(losses[:, 1], 4, axis=0), strict=True
     ):
-        assert line[2] == "3" and line[5] == "5.0"
+        assert line[2] == "3" and line[5:7] == ["2.0", "5.0"]
         half_width = stats.t.ppf(0.975, 2) * losses_of_seeds.std(ddof=1) / 3**0.5
         assert line[3] == f"{losses_of_seeds.mean():.4f} ± {half_width:.4f}"
-        assert float(line[6].rstrip("%")) == pytest.approx(100 * losses_of_seeds.mean() + 100, 1e-3)
+        assert float(line[7].rstrip("%")) == pytest.approx(100 * losses_of_seeds.mean() + 100, 1e-3)
         if line[0] == "**kern**":
             assert line[4] == ""
             continue

@@ -135,7 +135,8 @@ def protocol(rules):
 def describe_code():
     """The commit that is checked out, and the digest of its code."""
     commit = run_git("rev-parse", "HEAD").stdout.decode().strip()
-    return {"commit": commit, "code_sha256": digest_code(read_commit(commit))}
+    code = digest_code(read_commit(commit))
+    return {"commit": commit, "code_sha256": code, "machine": "Intel Xeon"}
 
 
 def make_record(protocol, name, loss=1.6, options=None, spread=0.003):
@@ -752,8 +753,9 @@ def test_verify_names_every_wrong_value(protocol):
         path.write_text(content)
         if not verify.find_record_faults(protocol, path, []):
             accepted.append(json.loads(content))
-    assert len(contents) > 150 and len(accepted) == 1
+    assert len(contents) > 150 and len(accepted) == 2
     assert accepted[0]["runs"][-1]["loss"] is None  # a run that diverged
+    assert accepted[1]["made"][0]["machine"] == "x"
 
 
 def test_chances_of_a_rerun():
@@ -969,7 +971,28 @@ def test_mixed_and_incomplete_records_are_named(protocol, capsys):
     head, rows = table.build_table(protocol, [records[0], diverged])
     last = dict(zip(head, rows[-1], strict=True))
     assert (last["router"], last["sign"], last["loss 2"]) == ("dense", "**higher**", "diverged")
-    assert last["diverged"] == "2"
+    assert last["diverged"] == "2" and last["judged on"] == "8 Intel Xeon"
+
+
+def test_the_front_page_fits_a_phone(protocol):
+    """At most 12 rows, and 375 pixels: 16 beside the page, 26 beside a cell, 8 or 9 a character."""
+    head = table.list_columns(protocol)
+    names = [f"router{number}" for number in range(14)]
+    names = [*names, "softmax-renorm", "dense", table.NGRAM]
+    cells = {"loss 2": "1.4", "sign": "**undecided**", "compute 2": "1.1 [0.9, 1.2]"}
+    rows = [[({"router": name} | cells).get(column, "") for column in head] for name in names]
+    columns, short = table.shorten(protocol, head, rows)
+    assert columns == ["router", "loss 2", "sign", "compute 2"]
+    assert short == [[name, "1.4", "–", "1.1"] for name in names[:9] + names[-3:]]
+    front_page = table.FRONT_PAGE.read_text()
+    printed = front_page[front_page.index(table.BEGIN) : front_page.index(table.END)]
+    lines = [line.split("|")[1:-1] for line in printed.splitlines()[1:] if "--" not in line]
+    assert len(lines) <= 13
+    widest = []
+    for cells in zip(*lines, strict=True):
+        parts = [part for cell in cells for part in re.split("[- ]", cell)]
+        widest.append(max(map(len, parts)))
+    assert 2 * 16 + sum(26 + 8.5 * length for length in widest) < 375
 
 
 def test_errors_of_a_ratio_add_by_squares():

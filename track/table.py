@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from track.record import REPO_ROOT, Record, losses_of, missing_tasks, read_recor
 
 PAGE = REPO_ROOT / "track/README.md"
 FRONT_PAGE = REPO_ROOT / "README.md"
-ON_FRONT_PAGE = 5  # columns, without intervals
+FRONT_ROWS = 12
+NGRAM = "n-gram"
 BEGIN = "<!-- track: begin -->\n"
 END = "<!-- track: end -->"
 
@@ -66,7 +68,7 @@ def rank_entries(protocol: Protocol, losses: Mapping[str, Losses]) -> dict[str, 
 
 
 def list_columns(protocol: Protocol) -> list[str]:
-    """The columns; the first ON_FRONT_PAGE are those of README.md."""
+    """The columns of track/README.md."""
     numbers = range(1, len(protocol.rungs) + 1)
     columns = ["router"]
     columns += [f"loss {number}" for number in numbers]
@@ -75,6 +77,7 @@ def list_columns(protocol: Protocol) -> list[str]:
     for number in numbers:
         columns += [f"compute {number}", f"time {number}", f"dense {number}"]
     columns += ["gate norm", "zero gates", "load imbalance", "dead experts", "diverged"]
+    columns.append("judged on")
     return list(dict.fromkeys(columns))
 
 
@@ -185,7 +188,15 @@ def format_measures(record: Record) -> dict[str, str]:
         values = [run[measure] for run in runs if measure in run]
         if values:
             cells[measure.replace("_", " ")] = f"{np.mean(values):.2g}"
+    cells["judged on"] = name_machines(record)
     return cells
+
+
+def name_machines(record: Record) -> str:
+    """Where the judged runs ran, such as "7 Intel Xeon, 11 NVIDIA H200"."""
+    judged = [run for run in record["runs"] if run["round"] == "judge"]
+    machines = Counter(record["made"][run["made"]]["machine"] for run in judged)
+    return ", ".join(f"{count} {machine}" for machine, count in sorted(machines.items()))
 
 
 def read_extra_rows(protocol: Protocol) -> list[dict[str, Any]]:
@@ -194,7 +205,7 @@ def read_extra_rows(protocol: Protocol) -> list[dict[str, Any]]:
     check_regular(file)
     if not file.exists():
         return []
-    row = {"router": "n-gram"}
+    row = {"router": NGRAM}
     for line in file.read_text().splitlines()[1:]:
         rung, loss = line.split("\t")[:2]
         row[f"loss {rung}"] = f"{float(loss):.4f}"
@@ -207,11 +218,24 @@ def build_pages(protocol: Protocol, records: Sequence[Record]) -> dict[Path, str
     page = [markdown_table(head, rows, gap=""), *describe_ladder(protocol, records)]
     pages = {PAGE: "\n\n".join(page)}
     if len(records) > 1:
-        short = []
-        for row in rows:
-            short.append([cell.partition(" [")[0] for cell in row[:ON_FRONT_PAGE]])
-        pages[FRONT_PAGE] = markdown_table(head[:ON_FRONT_PAGE], short, gap="")
+        pages[FRONT_PAGE] = markdown_table(*shorten(protocol, head, rows), gap="")
     return pages
+
+
+def shorten(protocol: Protocol, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The table for a phone: four columns of the last rung, the best entries and what they face."""
+    rung = len(protocol.rungs)
+    columns = ["router", f"loss {rung}", "sign", f"compute {rung}"]
+    faced = {protocol.reference, "dense", NGRAM}
+    others = [row[0] for row in rows if row[0] not in faced]
+    shown = faced.union(others[: FRONT_ROWS - len(faced)])
+    short = []
+    for row in rows:
+        if row[0] in shown:
+            cells = dict(zip(head, row, strict=True))
+            cells["sign"] = cells["sign"].strip("*").replace("undecided", "–")
+            short.append([cells[column].partition(" [")[0] for column in columns])
+    return columns, short
 
 
 def describe_ladder(protocol: Protocol, records: Sequence[Record]) -> list[str]:

@@ -282,6 +282,8 @@ def find_code_faults(record: Record) -> list[str]:
     ):
         return ["its runs name no commit"]
     for made in record["made"]:
+        if not isinstance(made["machine"], str):
+            faults.append(f"machine is {made['machine']}; {AGAIN} {record['name']}")
         commit = made["commit"]
         try:
             code = digest_code(read_commit(commit))
