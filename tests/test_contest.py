@@ -19,7 +19,7 @@ from test_track import write_rules
 import configure
 from runtime.metrics import Metrics
 from runtime.signals import EXIT_CODE, Stop
-from track import contest, entry, table, verify
+from track import contest, entry, retrain, table
 from track.__main__ import main
 from track.contest import Task, list_judged, load_protocol
 from track.record import losses_of, read_record, run_git, write_record
@@ -133,6 +133,13 @@ class Contest:
     def commit(self, message):
         self.git("add", "-A")
         self.git("commit", "-q", "-m", message)
+
+    def bring(self, branch):
+        """Check out main, with a branch's router and records, as judge.sh does; its commit."""
+        head = run_git("rev-parse", branch).stdout.decode().strip()
+        self.git("checkout", "-q", "-f", "main")
+        self.git("checkout", "-q", head, "--", "router.py", "track/records")
+        return head
 
     def time_steps(self, command, **_):
         """Stands for tools.bench: a row for each combination of the routers and other settings."""
@@ -354,14 +361,15 @@ def test_reruns_and_judges_of_invented_runs(tiny_contest, monkeypatch):
     trainer.trained.clear()
     trainer.programs.clear()
     code, said = it.track("verify", kern, "--rerun", "4")
-    limit = stats.norm.ppf(0.99) * 0.006 / 4**0.5
-    assert f"4 reruns, mean difference +0.0000000, allowed {limit:+.4f}; 4 equal" in said, said
+    limit = stats.norm.ppf(0.995) * 0.006 / 4**0.5
+    assert f"4 reruns, mean difference +0.0000000, allowed ±{limit:.4f}; 4 equal" in said, said
     assert code == 0 and len(trainer.trained) == len(set(trainer.trained)) == 4
     assert trainer.programs == {name: trained_by[name] for name in trainer.trained}
-    monkeypatch.setattr(verify, "draw_runs", lambda judged, count: judged[:count])
+    monkeypatch.setattr(retrain, "draw_runs", lambda judged, count: judged[:count])
     cases = [  # shifts of the reruns, exit code, what is said
         (dict.fromkeys(names, 0.002), 0, "mean difference +0.0020000"),
         (dict.fromkeys(names, 0.009), 1, "; 0 equal to the bit"),
+        (dict.fromkeys(names, -0.009), 1, "mean difference -0.0090000"),
         (dict.fromkeys(names[2:], 0.002), 0, "; 2 equal to the bit"),  # as on another machine
         ({names[1]: 0.001}, 1, "some runs are equal to the bit and others are not"),
     ]
@@ -369,6 +377,18 @@ def test_reruns_and_judges_of_invented_runs(tiny_contest, monkeypatch):
         trainer.shift = shift
         code, said = it.track("verify", kern, "--rerun", "4")
         assert code == wanted and words in said, said
+    # a changed loss that another day hides
+    hidden = it.record("kern")
+    hidden["made"].append(hidden["made"][1] | {"date": "2020-01-01"})
+    for run, task in zip(hidden["runs"], losses_of(hidden), strict=True):
+        if task.name == names[2]:
+            run["made"] = 2
+    write_record(kern, hidden)
+    trainer.shift = {names[2]: 0.001}
+    code, said = it.track("verify", kern, "--rerun", "4")
+    assert code == 1 and "some runs are equal to the bit and others are not" in said, said
+    it.git("checkout", "-q", "--", ".")
+    (it.folder / "train.py").write_text("# later\n")
     trainer.shift = {}
     trainer.broken = names[1:2]
     code, said = it.track("verify", kern, "--rerun", "4")
@@ -380,44 +400,79 @@ def test_reruns_and_judges_of_invented_runs(tiny_contest, monkeypatch):
     code, said = it.track("verify", kern, "--rerun", "9")
     assert code == 2 and "--rerun 9: expected 4 to 5, the judged runs" in said
 
-    # a branch with an entry
+    # a branch with an entry, judged in a checkout of main with its router and records
     it.git("checkout", "-q", "-b", "branch")
-    code, said = it.track("judge", "--base", "main")
-    assert code == 0 and "nothing to judge" in said
+    code, said = it.track("judge", "branch")
+    assert code == 0 and "branch changes no record: nothing to judge" in said
     (it.folder / "router.py").write_text("# another router\n")
     it.commit("a router")
     assert it.track("enter", "mine", "--spec", "tanh, post=l2 over topk")[0] == 0
     it.commit("mine")
-    chosen = next(t.draw for t in losses_of(it.record("mine")) if t.round == "judge")
+    mine = it.record("mine")
+    head = it.bring("branch")
+    chosen = next(t.draw for t in losses_of(mine) if t.round == "judge")
     trainer.trained.clear()
     trainer.programs.clear()
-    code, said = it.track("judge", "--base", "main")
-    head = run_git("rev-parse", "HEAD").stdout.decode().strip()
-    again = list_judged(it.protocol, head, [chosen])
+    code, said = it.track("judge", head, "--salt", "7")
+    again = list_judged(it.protocol, f"{head} 7", [chosen])
     assert trainer.trained == [task.name for task in again]
     assert set(trainer.programs.values()) == {"# later\n"}
-    recorded = mean_of_rungs(losses_of(it.record("mine")))
+    recorded = mean_of_rungs(losses_of(mine))
     now = mean_of_rungs({task: trainer.loss("mine", task) for task in again})
-    allowed = stats.norm.ppf(0.99) * 0.006 * (2 * (1 / 3 + 1 / 2)) ** 0.5 / 2
+    allowed = stats.norm.ppf(0.995) * 0.006 * (2 * (1 / 3 + 1 / 2)) ** 0.5 / 2
     line = (
-        rf"mine: (\S+) with seeds of {head:.12}, recorded (\S+): difference (\S+), allowed (\S+)\n"
+        rf"mine: (\S+) with seeds of {head} 7, recorded (\S+): difference (\S+), allowed ±(\S+)\n"
     )
     (printed,) = re.findall(line, said)
     wanted = [now, recorded, now - recorded, allowed]
     # seeds follow from a commit, which has a time: half of the last digit may round either way
     assert [float(number) for number in printed] == pytest.approx(wanted, abs=6e-5)
     assert code == 0 and said.count("an honest entry fails in 1%") == 1, said
-    trainer.shift = {task.name: 1.05 * allowed + 7e-4 for task in again}
-    code, said = it.track("judge", "--base", "main")
-    assert code == 1 and "mine: " in said, said
-    it.path("kern").write_text(it.path("kern").read_text().replace('"draft": false', '"draft": 0'))
-    code, said = it.track("judge", "--base", "main")
-    assert code == 1 and "its digest is not" in said and "mine: " not in said
-    it.git("checkout", "-q", "--", ".")
-    (it.folder / "train.py").write_text("# mine\n")
+    assert "steps on rung 2: 1.10 times the reference's, recorded 1.10" in said
+    for shift in (1.05 * allowed + 7e-4, -1.05 * allowed - 7e-4):
+        trainer.shift = {task.name: shift for task in again}
+        code, said = it.track("judge", head, "--salt", "7")
+        assert code == 1 and "mine: " in said, said
+    trainer.shift = {}
+    mine["step_ms"][1]["entry"] = 7.0
+    write_record(it.path("mine"), mine)
+    code, said = it.track("judge", head, "--salt", "7")
+    assert code == 1 and "times the reference's, recorded 0.70" in said
+
+    def judge(name, change, file):
+        """What is said of a branch that also changes a file."""
+        it.git("checkout", "-q", "-f", "branch", "-b", name)
+        change(it.folder / file)
+        it.commit(name)
+        trainer.trained.clear()
+        code, said = it.track("judge", it.bring(name))
+        assert code == 1 and not trainer.trained
+        return said
+
+    records = it.path("kern").parent.relative_to(it.folder)
+    assert "removes" in judge("removal", Path.unlink, records / "kern.json")
+    copy = it.path("kern").read_text()
+    said = judge("ladder", lambda path: write_all(path, copy), records / "ladder/kern.json")
+    assert "ladder/kern.json: only a person can judge that" in said
+    said = judge("accent", lambda path: write_all(path, copy), records / "k\u00e9rn.json")
+    assert "a name has small letters" in said or "it is kern: one entry a name" in said
+    forged = copy.replace('"draft": false', '"draft": 0')
+    said = judge("forgery", lambda path: write_all(path, forged), records / "kern.json")
+    assert "its digest is not" in said
+    # its own trainer, put back before the branch ends
+    it.git("checkout", "-q", "-f", "main", "-b", "trainer")
+    (it.folder / "data/deep/own.py").write_text("# an easier text\n")
     it.commit("a trainer")
-    code, said = it.track("judge", "--base", "main")
-    assert code == 2 and "train.py: a branch with an entry may change router.py" in said
+    assert it.track("enter", "own", "--spec", "sigmoid, post=l2 over topk")[0] == 0
+    (it.folder / "data/deep/own.py").unlink()
+    it.commit("its entry")
+    code, said = it.track("judge", it.bring("trainer"))
+    assert code == 1 and "data/deep/own.py of commit" in said and "is not everyone's" in said
+
+
+def write_all(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 # ---- from end to end
@@ -436,6 +491,10 @@ class Clone:
         self.change(self.rules, "settings = 2", "settings = 1")
         self.change(self.rules, "count = 3", "count = 2")
         self.change(self.rules, "kern-quantile = {", "# {")
+        judge = self.folder / "track/judge.sh"
+        self.change(
+            judge, "scripts.track judge", "scripts.track --track config/track/tiny.toml judge"
+        )
         self.records = self.folder / "track/records/tiny"
         rung = 'overrides = ["model.n_embd=96", "train.max_steps=8", "eval.interval=8"]'
         text = f"settings = 1\ntuning_sd = 0.004\nholds = 0.1\n[[rungs]]\nseeds = 2\n{rung}\n"
@@ -464,6 +523,20 @@ class Clone:
         """Run a command; returns its exit code and all that it printed."""
         command = self.command(*arguments)
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    def judge(self, commit):
+        """Run judge.sh where all is installed; returns as `track` does."""
+        programs = self.folder / ".venv/bin"
+        programs.mkdir(parents=True, exist_ok=True)
+        activate = f'PATH="{programs}:{Path(sys.executable).parent}:$PATH"\n'
+        for name, text in (("pip", "#!/bin/sh\n"), ("uv", "#!/bin/sh\n"), ("activate", activate)):
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        command = ["bash", "track/judge.sh", commit]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True)
+        listed = subprocess.run(["git", "worktree", "list"], cwd=self.folder, capture_output=True)
+        assert listed.stdout.count(b"\n") == 1  # its checkout is gone
         return done.returncode, done.stdout + done.stderr
 
 
@@ -509,18 +582,30 @@ def test_a_contest_from_entry_to_verdict(tmp_path, corpus):
     assert code == 1 and "these were changed" in said, said
     clone.git("checkout", "-q", "--", ".")
 
+    clone.commit("a ladder")
     clone.git("checkout", "-q", "-b", "branch")
-    assert "nothing to judge" in clone.track("judge", "--base", "main")[1]
     spec = ["--spec", "tanh, post=l2 over topk"]
     code, said = clone.track("enter", "mine", *spec, "--parallel", 2)
     assert code == 0, said
+    # a lie, and a judge that lets it pass, which must not run
+    mine = clone.records / "mine.json"
+    record = read_record(mine)
+    for run in record["runs"]:
+        if run["round"] == "judge":
+            run["loss"] -= 0.5
+            run["documents"] = [[loss - 0.5, count] for loss, count in run["documents"]]
+    write_record(mine, record)
+    clone.change(
+        clone.folder / "track/retrain.py", "    return text, stands", "    return '', True"
+    )
     clone.commit("mine")
-    code, said = clone.track("judge", "--base", "main", "--parallel", 2)
-    assert "mine: " in said and "an honest entry fails in 1%" in said, said
-    clone.change(clone.folder / "model.py", "import torch\n", "import torch  # mine\n")
-    clone.commit("another trainer")
-    code, said = clone.track("judge", "--base", "main")
-    assert code == 2 and "model.py: a branch with an entry may change router.py" in said, said
+    clone.git("checkout", "-q", "main")
+    code, said = clone.judge("branch")
+    assert code == 1 and "an honest entry fails in 1%" in said, said
+    (difference,) = re.findall(r"mine: .* difference \+(\S+), allowed", said)
+    assert float(difference) == pytest.approx(0.5, abs=0.1) and "steps on rung 2" in said
+    code, said = clone.judge("main")
+    assert code == 0 and "changes no record: nothing to judge" in said, said
 
     clone.change(clone.rules, "lr = [1e-3, 1e-2]", "lr = [1e30, 1e31]")
     code, said = clone.track("enter", "--draft", "sigmoid", "--parallel", 2)

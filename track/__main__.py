@@ -6,7 +6,7 @@
     python -m scripts.track enter --all --parallel 2                    every listed entry
     python -m scripts.track verify track/records/*/*.json               check records
     python -m scripts.track verify track/records/edition-2/kern.json --rerun 8 --parallel 2
-    python -m scripts.track judge --base origin/main --parallel 2       what CI does with records
+    bash track/judge.sh COMMIT                                          what CI does with records
     python -m scripts.track ladder kern --rungs 3 --parallel 2          the gain on larger models
     python -m scripts.track table                                       write the tables
 
@@ -17,7 +17,7 @@ track/records/edition-2/NAME.json; drafts stay in runs/.
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,11 @@ from common.text import plural, text_table
 from router import ROUTERS
 from runtime.preflight import check_settings
 from runtime.signals import Stop
-from track import entry, verify
+from track import entry, retrain, verify
 from track.contest import OPTIONS, Protocol, load_protocol
 from track.ladder import Ladder, list_climb, load_climbs, load_ladder, plot, tabulate
-from track.record import REPO_ROOT, is_training_code, losses_of, read_record, run_git
-from track.table import build_table, load_complete, write_tables
+from track.record import NAME, REPO_ROOT, losses_of, read_record, run_git
+from track.table import build_table, load_complete, read_others, write_tables
 
 FILE = "config/track/edition-2.toml"
 PRINTED = 9  # columns of the table that `enter` prints; track/README.md has all
@@ -63,10 +63,9 @@ def main(argv: list[str] | None, stop: Stop) -> int:
     add("records", nargs="+", type=Path, metavar="RECORD")
     add("--rerun", type=int, metavar="K", help="train K judged runs of a record again, 4 or more")
     add_parallel(add)
-    add = commands.add_parser("judge", help="judge new records by seeds of the commit").add_argument
-    add(
-        "--base", default="origin/main", metavar="COMMIT", help="what the branch left (%(default)s)"
-    )
+    add = commands.add_parser("judge", help="judge a branch's records; see judge.sh").add_argument
+    add("head", metavar="COMMIT", help="of the branch; its router.py and records are checked out")
+    add("--salt", default="", metavar="TEXT", help="seeds follow from it and the commit")
     add_parallel(add)
     add = commands.add_parser("ladder", help="train entries on larger models").add_argument
     add("names", nargs="+", metavar="NAME", help="an entry whose record is complete")
@@ -109,7 +108,7 @@ def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     if not args.draft:
         entry.check_committed()
     for name, options in entries.items():
-        others = list(read_others(protocol, name))
+        others = read_others(protocol, name)
         # a draft may be a variant of anything; only an entry must be a router of its own
         for fault in verify.find_router_faults(protocol, name, options, others):
             if not args.draft or "enters once" not in fault:
@@ -150,7 +149,7 @@ def choose_entry(protocol: Protocol, args: Namespace) -> tuple[str, dict[str, An
         return args.name, protocol.entries[args.name]
     router = args.spec or args.name
     name = args.name or re.sub(r"[^a-z0-9.]+", "-", router.lower()).strip("-")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+    if not re.fullmatch(NAME, name):
         raise ValueError(f"{name!r}: a name has small letters, digits, dots and dashes")
     if not args.spec and router not in ROUTERS:
         raise ValueError(
@@ -170,13 +169,6 @@ def choose_entry(protocol: Protocol, args: Namespace) -> tuple[str, dict[str, An
         if value != configure.KEYS[key]["default"]:
             options[key] = value
     return name, options
-
-
-def read_others(protocol: Protocol, name: str) -> Iterator[dict[str, Any]]:
-    """Read the records of other entries, complete or not."""
-    for path in sorted(protocol.records.glob("*.json")):
-        if path.stem != name:
-            yield read_record(path)
 
 
 # ---- ladder
@@ -223,17 +215,17 @@ def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
         return 0
     entry.prepare_data(protocol)
     record = read_record(args.records[0])
-    text, stands = verify.rerun(protocol, record, args.rerun, args.parallel, stop)
+    text, stands = retrain.rerun(protocol, record, args.rerun, args.parallel, stop)
     print(text, flush=True)
     return int(not stands)
 
 
-def check_records(protocol: Protocol, paths: list[Path]) -> bool:
+def check_records(protocol: Protocol, paths: Sequence[Path], head: str = "HEAD") -> bool:
     """Print the faults of records; return True if there are none."""
     intact = True
     for path in paths:
-        others = list(read_others(protocol, path.stem))
-        faults = verify.find_record_faults(protocol, path, others)
+        others = read_others(protocol, path.stem)
+        faults = verify.find_record_faults(protocol, path, others, head)
         print(f"{path}: {plural(len(faults), 'fault') if faults else 'intact'}", flush=True)
         for fault in faults:
             print(f"  {fault}")
@@ -242,41 +234,36 @@ def check_records(protocol: Protocol, paths: list[Path]) -> bool:
 
 
 def run_judge(protocol: Protocol, args: Namespace, stop: Stop) -> int:
-    """Judge the records that a branch adds: check them, and train their settings by its code.
+    """Judge the records that a branch brings: check them, and train their settings by its router.
 
     Returns:
-        0 if all stand, or there is none; 1 if one has a fault or its runs say otherwise.
-
-    Raises:
-        ValueError: the branch changes code that trains besides router.py, or rules.
+        0 if all stand, or there is none; 1 if one is removed, has a fault, or its runs say
+        otherwise.
     """
-    listed = run_git("diff", "--name-only", f"{args.base}...HEAD")
-    if listed.returncode:
-        raise ValueError(f"--base {args.base}: {listed.stderr.decode().strip()}")
-    folder = protocol.records.relative_to(REPO_ROOT).as_posix()
-    changed = listed.stdout.decode().split("\n")
-    paths = [REPO_ROOT / path for path in changed if re.match(f"{folder}/.*json$", path)]
-    paths = [path for path in paths if path.exists()]
-    if not paths:
-        print(f"no record in {folder} was changed since {args.base}: nothing to judge")
+    status = run_git(
+        "diff", "--name-status", "-z", "--no-renames", f"HEAD...{args.head}", "--", "track/records"
+    )
+    if status.returncode:
+        raise ValueError(f"{args.head}: {status.stderr.decode().strip()}")
+    fields = status.stdout.decode().split("\0")
+    changes = {
+        REPO_ROOT / path: kind for kind, path in zip(fields[::2], fields[1::2], strict=False)
+    }
+    if not changes:
+        print(f"{args.head} changes no record: nothing to judge")
         return 0
-    for path in changed:
-        rules = path.startswith(("config/track/", "track/text/")) or is_training_code(path)
-        if rules and path not in ("router.py", protocol.file):
-            raise ValueError(
-                f"{path}: a branch with an entry may change router.py and list the entry, so that "
-                "rules and trainer stay everyone's; put this change on a branch of its own"
-            )
-    if not check_records(protocol, sorted(protocol.records.glob("*.json"))):
+    for path, kind in changes.items():
+        if kind == "D" or path.parent != protocol.records or path.suffix != ".json":
+            verb = "removes" if kind == "D" else "changes"
+            print(f"{args.head} {verb} {path}: only a person can judge that")
+            return 1
+    if not check_records(protocol, sorted(changes), args.head):
         return 1
-    entry.check_committed()
     entry.prepare_data(protocol)
-    commit = run_git("rev-parse", "HEAD").stdout.decode().strip()
     intact = True
-    records = {record["name"]: record for record in load_complete(protocol)}
-    for path in paths:
-        record = records[path.stem]
-        text, stands = verify.judge_again(protocol, record, commit, args.parallel, stop)
+    for path in sorted(changes):
+        origin = f"{args.head} {args.salt}".strip()
+        text, stands = retrain.judge_again(protocol, read_record(path), origin, args.parallel, stop)
         print(text, flush=True)
         intact = intact and stands
     return int(not intact)

@@ -64,7 +64,7 @@ def load_ladder(protocol: Protocol, n_rungs: int, file: Path = FILE) -> Ladder:
     rules = [rung.model_dump(exclude={"minutes"}) for rung in above]
     update = {
         "rungs": protocol.rungs + above[: n_rungs - own],
-        "sha256": sha256_of([protocol.sha256, table["settings"], rules]),
+        "sha256": sha256_of([protocol.sha256, table, rules]),
         "records": protocol.records / "ladder",
     }
     extended = protocol.model_copy(update=update)

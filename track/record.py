@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import math
+import re
 import subprocess
 import tarfile
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ REPO_ROOT = Path(__file__).parents[1]
 # code that trains, besides the files at the top
 TRAINING_CODE = ("kernels", "runtime", "configure", "data", "common")
 FORMAT = 2
+NAME = r"[a-z0-9][a-z0-9.-]*"  # of an entry
 Record = dict[str, Any]
 
 
@@ -84,15 +86,21 @@ def read_json(path: Path) -> Record:
 
 
 def read_record(path: Path) -> Record:
-    """Read a record. Raises ValueError if the file is not a record of this edition."""
+    """Read a record. Raises ValueError if the file is no record of this edition, or was changed."""
     record = read_json(path)
-    if record.get("format") == FORMAT:
-        return record
     if record.get("format") == 1:
         raise ValueError(f"{path}: a record of edition 1, which is closed; it enters no table")
-    raise ValueError(
-        f"{path}: not a record of format {FORMAT}; python -m scripts.track enter writes them"
-    )
+    if record.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: not a record of format {FORMAT}; python -m scripts.track enter writes them"
+        )
+    content = {key: value for key, value in record.items() if key != "sha256"}
+    if record.get("sha256") != sha256_of(content):
+        raise ValueError(
+            f"{path}: its digest is not that of its content: it was changed by hand; "
+            "take it from its commit again"
+        )
+    return record
 
 
 # ---- code
@@ -124,8 +132,10 @@ def read_commit(commit: str) -> dict[str, bytes]:
     """{path: content} of the code that trains, in a commit.
 
     Raises:
-        ValueError: the commit is not in this repository.
+        ValueError: `commit` is no full digest of a commit in this repository.
     """
+    if not re.fullmatch("[0-9a-f]{40}", commit):  # git would take a branch, or an option
+        raise ValueError(f"commit {commit!r}: expected 40 hexadecimal digits")
     archive = run_git("archive", "--format=tar", commit)
     if archive.returncode:
         raise ValueError(

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,24 @@ BEGIN = "<!-- track: begin -->\n"
 END = "<!-- track: end -->"
 
 
+def read_all(protocol: Protocol) -> Iterator[tuple[Path, Record]]:
+    """Read the records of this edition; files that are none are named on stderr."""
+    for path in sorted(protocol.records.glob("*.json")):
+        try:
+            yield path, read_record(path)
+        except ValueError as error:
+            print(f"left out: {error}", file=sys.stderr)
+
+
+def read_others(protocol: Protocol, name: str) -> list[Record]:
+    """Read the records of other entries, complete or not."""
+    return [record for path, record in read_all(protocol) if path.stem != name]
+
+
 def load_complete(protocol: Protocol) -> list[Record]:
     """Read the complete records of this protocol; others are named on stderr."""
     records = []
-    for path in sorted(protocol.records.glob("*.json")):
-        record = read_record(path)
+    for path, record in read_all(protocol):
         if record["protocol_sha256"] != protocol.sha256:
             reason = "of another protocol; scripts.track verify tells more"
         elif path.stem != record["name"]:
@@ -92,8 +105,10 @@ def build_table(protocol: Protocol, records: Sequence[Record]) -> Table:
     for name, entry in losses.items():
         if math.isfinite(sum(mean_losses(protocol, entry))):
             finite[name] = entry
-    if protocol.reference not in finite:
+    if protocol.reference not in losses:
         raise ValueError(f"no judged record of the reference: enter {protocol.reference} first")
+    if protocol.reference not in finite:
+        raise ValueError(f"a judged run of {protocol.reference} diverged: nothing to compare with")
     ranks = rank_entries(protocol, finite)
     rows = []
     for record in records:
@@ -248,7 +263,10 @@ def describe_ladder(protocol: Protocol, records: Sequence[Record]) -> list[str]:
     ladder = load_ladder(protocol, len(protocol.rungs) + 1)
     climbs = load_climbs(ladder, losses)
     if protocol.reference in climbs and len(climbs) > 1:
-        texts.append(markdown_table(*tabulate(ladder, climbs), gap=""))
+        try:
+            texts.append(markdown_table(*tabulate(ladder, climbs), gap=""))
+        except ValueError as error:  # compute has no worth
+            texts.append(f"No ladder: {error}.")
     return texts
 
 

@@ -1,34 +1,30 @@
-"""Check records: against the rules, the code of their commits, and runs that are trained again."""
+"""Check records: against the rules, and the code of their commits."""
 
 import hashlib
 import math
-import random
-import tempfile
+import re
 from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
 from operator import attrgetter
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import torch
 
+from configure import Config
 from configure.schema import KEYS
+from model import build_router
 from router import ROUTERS, Router, find_spec
-from runtime.signals import Stop
 from track.contest import (
     OPTIONS,
     RECORDS,
-    Losses,
     Protocol,
     Task,
     draw_settings,
-    list_judged,
     list_tasks,
 )
-from track.entry import make_point, read_result, train
 from track.ladder import list_climb, load_ladder
 from track.record import (
+    NAME,
     Record,
     digest_code,
     losses_of,
@@ -36,14 +32,12 @@ from track.record import (
     read_json,
     read_record,
     run_git,
-    sha256_of,
     task_of,
 )
 
 LARGEST = 150_000  # bytes of a record's file
 TOLERANCE = 1e-6  # nats per byte: losses by document are rounded to 1e-7
-FALSE_ALARM = 0.01  # chance that reruns fail an honest entry
-LIE = 0.006  # nats per byte, of which `describe_power` tells the chance to pass
+ALIKE = 0.02  # of a gate; routers of router.py differ by more than 0.2
 MEASURES = ("gate_norm", "load_imbalance", "dead_experts", "zero_gates")  # of a judged run
 AGAIN = "enter it again: python -m scripts.track enter"
 
@@ -65,9 +59,10 @@ def route_samples(router: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def is_same_router(left: str, right: str) -> bool:
-    """Return True if two routers differ by a constant factor at most, however they are written.
+    """Return True if two routers are alike but for a constant factor, however they are written.
 
-    A factor is no other router: model.gate_norm is tuned.
+    A factor is no other router: model.gate_norm is tuned. Nor is a term that moves gates by less
+    than ALIKE.
     """
     ours, theirs = find_spec(left), find_spec(right)
     if ours is None or theirs is None:
@@ -76,25 +71,44 @@ def is_same_router(left: str, right: str) -> bool:
         return False
     gates, experts = route_samples(left)
     other_gates, other_experts = route_samples(right)
-    return torch.equal(experts, other_experts) and torch.allclose(gates, other_gates, rtol=1e-4)
+    return torch.equal(experts, other_experts) and torch.allclose(gates, other_gates, rtol=ALIKE)
+
+
+def is_causal(protocol: Protocol, options: Mapping[str, Any]) -> bool:
+    """Return True if a token changes no bit of other tokens' gates and experts.
+
+    On both rungs, with as many tokens as a step has, in training and in evaluation.
+    """
+    overrides = [f"{key}={value}" for key, value in options.items()]
+    for rung in range(len(protocol.rungs)):
+        config = protocol.load(rung, overrides)
+        if find_spec(config.model.router) is None:
+            return True
+        # hash layers, then others
+        for layer in {0, min(config.model.n_hash_layer, config.model.n_layer - 1)}:
+            router = build_router(config.model, layer)
+            for training in (True, False):
+                if sees_others(router.train(training), config):
+                    return False
+    return True
 
 
 @torch.no_grad()
-def is_causal(router: str) -> bool:
-    """Return True if a token's logits change no bit of other tokens' gates and experts."""
-    spec = find_spec(router)
-    if spec is None:
-        return True
-    route = Router(32, 16, 4, spec)
-    tokens = torch.randn(40, 32, generator=torch.Generator().manual_seed(1))
-    before = route(tokens)
-    for changed in (0, 17, 39):
-        others = torch.arange(40) != changed
-        after = route(torch.where(others[:, None], tokens, -3 * tokens))
+def sees_others(router: Router, config: Config) -> bool:
+    """Return True if a changed token and id change other tokens' gates or experts."""
+    shape = (config.train.micro_batch_size, config.model.block_size)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, config.model.vocab_size, shape, generator=generator)
+    tokens = torch.randn(ids.numel(), config.model.n_embd, generator=generator)
+    before = router(tokens, len(ids), ids)
+    for changed in (0, len(tokens) // 2, len(tokens) - 1):
+        others = torch.arange(len(tokens)) != changed
+        other_ids = torch.where(others.view(shape), ids, ids - 1)
+        after = router(torch.where(others[:, None], tokens, -3 * tokens), len(ids), other_ids)
         for old, new in ((before.weights, after.weights), (before.experts, after.experts)):
             if not torch.equal(old[others], new[others]):
-                return False
-    return True
+                return True
+    return False
 
 
 def find_option_faults(protocol: Protocol, options: Mapping[str, Any]) -> list[str]:
@@ -126,7 +140,7 @@ def find_router_faults(
     if faults:
         return faults
     router = options["model.router"]
-    if not is_causal(router):
+    if not is_causal(protocol, options):
         return [f"{router}: a token's gates change with other tokens, so it sees the future"]
     rest = {key: value for key, value in options.items() if key != "model.router"}
     entered = {other["name"]: other["options"] for other in others} | protocol.entries
@@ -146,10 +160,16 @@ def find_router_faults(
 
 
 # ---- a record
-def find_record_faults(protocol: Protocol, path: Path, others: Sequence[Record]) -> list[str]:
+def find_record_faults(
+    protocol: Protocol, path: Path, others: Sequence[Record], head: str = "HEAD"
+) -> list[str]:
     """List the faults of a record's file, each with its remedy; none if it is intact and complete.
 
-    `others` are the records of other files. A file in the folder ladder/ has runs of a ladder.
+    Args:
+        protocol: the rules.
+        path: of the record; a file in the folder ladder/ has runs of a ladder.
+        others: the records of other files.
+        head: commit of a branch that left this checkout's, and that brings the record.
     """
     try:
         record = read_json(path)
@@ -161,11 +181,13 @@ def find_record_faults(protocol: Protocol, path: Path, others: Sequence[Record])
             return [f"it has {size:,} bytes, at most {LARGEST:,} are allowed"]
         if path.parent.name != "ladder":
             required = list_tasks(protocol, record["name"], losses_of(record))
-            return find_content_faults(protocol, record, path, others, required)
+            faults = find_content_faults(protocol, record, path, others, required)
+            return faults + find_code_faults(record, head)
         entered = losses_of(read_record(path.parent.parent / path.name))
         ladder = load_ladder(protocol, 1 + max(run["rung"] for run in record["runs"]))
         required = list_climb(ladder, record["name"], entered)
-        return find_content_faults(ladder.protocol, record, path, others, required)
+        faults = find_content_faults(ladder.protocol, record, path, others, required)
+        return faults + find_code_faults(record, head)
     except (ValueError, OSError) as error:
         return [str(error)]
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -176,6 +198,8 @@ def find_record_faults(protocol: Protocol, path: Path, others: Sequence[Record])
 def find_closed_faults(path: Path) -> list[str]:
     """A fault of a record of edition 1 that is not byte for byte one of its fifteen."""
     sums = RECORDS / "edition-1/SHA256SUMS"
+    if path.parent.name != "edition-1":
+        return [f"a record of edition 1, which is closed, in {path.parent}: remove it"]
     line = f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
     if line in sums.read_text().splitlines():
         return []
@@ -192,11 +216,8 @@ def find_content_faults(
     """List the faults of a record that has been read and must have the `required` runs."""
     name = record["name"]
     faults = []
-    if record["sha256"] != sha256_of({k: v for k, v in record.items() if k != "sha256"}):
-        faults.append(
-            "its digest is not that of its content: it was changed by hand; "
-            "take it from its commit again"
-        )
+    if not re.fullmatch(NAME, name):
+        faults.append(f"{name!r}: a name has small letters, digits, dots and dashes")
     if record["protocol_sha256"] != protocol.sha256 or record["edition"] != protocol.edition:
         faults.append(
             f"it is of edition {record['edition']}, protocol {record['protocol_sha256']:.12}; this "
@@ -216,8 +237,7 @@ def find_content_faults(
         faults.append(f"it lacks the times of a step; {AGAIN} {name}")
     faults += find_router_faults(protocol, name, record["options"], others)
     faults += find_run_faults(protocol, record, required)
-    faults += find_measure_faults(record)
-    return faults + find_code_faults(record)
+    return faults + find_measure_faults(record)
 
 
 def find_run_faults(protocol: Protocol, record: Record, required: Sequence[Task]) -> list[str]:
@@ -274,155 +294,43 @@ def find_measure_faults(record: Record) -> list[str]:
     return faults
 
 
-def find_code_faults(record: Record) -> list[str]:
-    """List what is wrong with the commits that a record names."""
+def find_code_faults(record: Record, head: str) -> list[str]:
+    """List what is wrong with the commits that a record names.
+
+    They are in the history of `head`. Where that left this checkout's branch, it may have changed
+    router.py alone, so that rules and trainer stay everyone's.
+    """
     faults = []
-    if not record["made"] or any(
-        run["made"] not in range(len(record["made"])) for run in record["runs"]
-    ):
+    numbers = range(len(record["made"]))
+    if not numbers or any(run["made"] not in numbers for run in record["runs"]):
         return ["its runs name no commit"]
     for made in record["made"]:
         if not isinstance(made["machine"], str):
             faults.append(f"machine is {made['machine']}; {AGAIN} {record['name']}")
         commit = made["commit"]
         try:
-            code = digest_code(read_commit(commit))
+            code = read_commit(commit)
         except ValueError as error:
             faults.append(str(error))
             continue
-        if code != made["code_sha256"]:
+        digest = digest_code(code)
+        if digest != made["code_sha256"]:
             faults.append(
                 f"code_sha256 {made['code_sha256']:.12} is not of commit {commit:.12}, which has "
-                f"{code:.12}: other code trained it"
+                f"{digest:.12}: other code trained it"
             )
-        if run_git("merge-base", "--is-ancestor", commit, "HEAD").returncode:
+        if run_git("merge-base", "--is-ancestor", commit, head).returncode:
             faults.append(f"commit {commit:.12} is in no history of this branch; merge it")
+            continue
+        shared = run_git("merge-base", commit, "HEAD").stdout.decode().strip()
+        for path in sorted(list_changes(read_commit(shared), code) - {"router.py"}):
+            faults.append(
+                f"{path} of commit {commit:.12} is not everyone's: an entry may change router.py; "
+                "put other changes on a branch of their own"
+            )
     return faults
 
 
-# ---- runs again
-def draw_runs(judged: Sequence[Record], count: int) -> list[Record]:
-    """Draw runs by chance, in turn from each rung, so that no forger knows which."""
-    by_rung: dict[int, list[Record]] = {}
-    for run in random.SystemRandom().sample(judged, len(judged)):
-        by_rung.setdefault(run["rung"], []).append(run)
-    in_turn = chain.from_iterable(zip_longest(*by_rung.values()))
-    return [run for run in in_turn if run][:count]
-
-
-def rerun(
-    protocol: Protocol, record: Record, count: int, parallel: int, stop: Stop
-) -> tuple[str, bool]:
-    """Train judged runs again, drawn by chance, with the code of their commits; compare the means.
-
-    Returns:
-        What was found, and True if the record stands.
-
-    Raises:
-        ValueError: fewer than 4 reruns, or more than there are runs.
-    """
-    judged = [run for run in record["runs"] if run["round"] == "judge"]
-    if not 4 <= count <= len(judged):
-        raise ValueError(f"--rerun {count}: expected 4 to {len(judged)}, the judged runs")
-    drawn = draw_runs(judged, count)
-    differences = []
-    equal = []
-    for number, made in enumerate(record["made"]):
-        tasks = [task_of(run) for run in drawn if run["made"] == number]
-        with tempfile.TemporaryDirectory() as folder:
-            code = Path(folder, "code")
-            for path, text in read_commit(made["commit"]).items():
-                file = code / path
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(text)
-            now = train_again(protocol, record, tasks, Path(folder), parallel, stop, code)
-        recorded = losses_of(record)
-        of_commit = [subtract(now[task], recorded[task]) for task in tasks]
-        differences += of_commit
-        equal.append((of_commit.count(0.0), len(tasks)))
-    mean = sum(differences) / count
-    limit = find_limit(protocol.rerun_sd / math.sqrt(count))
-    text = f"{record['name']}: {count} reruns, mean difference {mean:+.7f}, allowed {limit:+.4f}"
-    text += f"; {sum(number for number, _ in equal)} equal to the bit\n"
-    text += describe_power(protocol.rerun_sd / math.sqrt(count))
-    stands = mean <= limit
-    if any(0 < same < total for same, total in equal):  # this machine repeats the record's runs
-        text += "\nsome runs are equal to the bit and others are not: these were changed"
-        stands = False
-    return text, stands
-
-
-def judge_again(
-    protocol: Protocol, record: Record, commit: str, parallel: int, stop: Stop
-) -> tuple[str, bool]:
-    """Judge an entry's settings by seeds that follow from a commit, with the code of this checkout.
-
-    Returns:
-        What was found, and True if the record's mean loss is not lower than these runs allow.
-    """
-    recorded = losses_of(record)
-    draws = list(dict.fromkeys(task.draw for task in recorded if task.round == "judge"))
-    tasks = list_judged(protocol, commit, draws)
-    with tempfile.TemporaryDirectory() as folder:
-        now = train_again(protocol, record, tasks, Path(folder), parallel, stop)
-    means = [mean_of_rungs(protocol, losses) for losses in (now, recorded)]
-    difference = subtract(*means)
-    runs = sum(1 / (rung.seeds * len(draws)) for rung in protocol.rungs)
-    error = protocol.seed_sd * math.sqrt(2 * runs) / len(protocol.rungs)
-    limit = find_limit(error)
-    text = f"{record['name']}: {means[0]:.4f} with seeds of {commit:.12}, recorded {means[1]:.4f}: "
-    text += f"difference {difference:+.4f}, allowed {limit:+.4f}\n{describe_power(error)}"
-    return text, difference <= limit
-
-
-def train_again(
-    protocol: Protocol,
-    record: Record,
-    tasks: Sequence[Task],
-    folder: Path,
-    parallel: int,
-    stop: Stop,
-    code: Path | None = None,
-) -> Losses:
-    """Train runs of a record, by the code in a folder or of this checkout; return their losses."""
-    points = [make_point(protocol, record["options"], task, folder) for task in tasks]
-    by_name = {task.name: task for task in tasks}
-    runs = []
-    for point, exit_code in train(protocol, points, parallel, stop, code):
-        run = read_result(point.folder, by_name[point.number])
-        if run is None:
-            log = (point.folder / "train.log").read_text(errors="replace")[-2000:]
-            raise ValueError(f"{point.number}: exit code {exit_code}: {log}")
-        print(f"{point.number}: {run['loss']}", flush=True)
-        runs.append(run)
-    if stop.asked:
-        raise ValueError("stopped before the last run; the same command starts again")
-    return losses_of({"runs": runs})
-
-
-def mean_of_rungs(protocol: Protocol, losses: Losses) -> float:
-    """The mean over rungs of the mean loss of judged runs."""
-    means = []
-    for rung in range(len(protocol.rungs)):
-        of_rung = [loss for task, loss in losses.items() if task[:2] == ("judge", rung)]
-        means.append(sum(of_rung) / len(of_rung))
-    return sum(means) / len(means)
-
-
-def subtract(now: float, recorded: float) -> float:
-    """The difference of two losses; 0 if both diverged."""
-    return 0.0 if now == recorded else now - recorded
-
-
-def find_limit(error: float) -> float:
-    """The largest mean difference, now minus recorded, that an honest entry has in 99%."""
-    return NormalDist(0, error).inv_cdf(1 - FALSE_ALARM)
-
-
-def describe_power(error: float) -> str:
-    """The chances of the two errors of a comparison, given its standard error."""
-    passes = NormalDist(LIE, error).cdf(find_limit(error))
-    return (
-        f"an honest entry fails in {FALSE_ALARM:.0%}; one that reports {LIE} less than its loss "
-        f"passes in {passes:.0%}"
-    )
+def list_changes(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> set[str]:
+    """The paths of files that differ, or that only one side has."""
+    return {path for path in {**before, **after} if before.get(path) != after.get(path)}
