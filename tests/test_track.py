@@ -631,6 +631,11 @@ def test_a_router_that_looks_across_tokens_is_refused(monkeypatch):
             assert "sees the future" in fault
             assert verify.is_causal(protocol, {"model.router": "tanh"})
     assert verify.find_router_faults(protocol, "mine", ahead, []) == []
+    logits = Router._logits
+    looks = lambda self, x: logits(self, x) + (self.gamma - 1) * logits(self, x).roll(-1, 0)  # noqa: E731
+    with monkeypatch.context() as patch:  # not before it has learned
+        patch.setattr(Router, "_logits", looks)
+        assert not verify.is_causal(protocol, ahead)
     # a hash layer by the next token's id, or only in training
     hashed = {"model.router": "tanh", "model.n_hash_layer": 1}
     assert verify.is_causal(protocol, hashed)
@@ -705,6 +710,7 @@ def test_forged_records_are_refused(protocol):
         ),
         ("not in this repository", with_code(commit="0" * 40)),
         ("expected 40 hexadecimal digits", with_code(commit="HEAD")),
+        ("machine is 'a\\nb'", with_code(machine="a\nb")),
         ("expected 40 hexadecimal digits", with_code(commit="--output=router.py")),
         ("a name has small letters", make_record(protocol, "k\u00e9rn", options=mine)),
         ("a name has small letters", make_record(protocol, "mine (draft)", options=mine)),

@@ -333,7 +333,7 @@ def add_measures(result: dict[str, Any], first: dict[str, Any], last: dict[str, 
 
 
 def time_steps(protocol: Protocol, options: Mapping[str, Any], rung: int) -> dict[str, float]:
-    """Time a training step of the reference and of the entry, in turn in one process, unbalanced.
+    """Time a training step of the reference and of the entry, in turn on one thread, unbalanced.
 
     Always on the CPU: wherever the runs were made, entries are compared by one clock.
 
@@ -353,7 +353,8 @@ def time_steps(protocol: Protocol, options: Mapping[str, Any], rung: int) -> dic
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "step.json")
         command += [f"--rounds={TIMED_ROUNDS}", "--json", str(file)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=one_thread)
         if done.returncode:
             raise ValueError(
                 f"{' '.join(command[1:])}: exit code {done.returncode}: "

@@ -136,7 +136,8 @@ def read_commit(commit: str) -> dict[str, bytes]:
     """
     if not re.fullmatch("[0-9a-f]{40}", commit):  # git would take a branch, or an option
         raise ValueError(f"commit {commit!r}: expected 40 hexadecimal digits")
-    archive = run_git("archive", "--format=tar", commit)
+    # as it is committed, whatever this machine makes of line ends
+    archive = run_git("-c", "core.autocrlf=false", "archive", "--format=tar", commit)
     if archive.returncode:
         raise ValueError(
             f"commit {commit:.12} is not in this repository: git fetch --unshallow, or the record "

@@ -38,6 +38,7 @@ from track.record import (
 LARGEST = 150_000  # bytes of a record's file
 TOLERANCE = 1e-6  # nats per byte: losses by document are rounded to 1e-7
 ALIKE = 0.02  # of a gate; routers of router.py differ by more than 0.2
+MACHINE = r"[\w .,()@+-]{1,60}"  # a name that fits into a table
 MEASURES = ("gate_norm", "load_imbalance", "dead_experts", "zero_gates")  # of a judged run
 AGAIN = "enter it again: python -m scripts.track enter"
 
@@ -95,9 +96,14 @@ def is_causal(protocol: Protocol, options: Mapping[str, Any]) -> bool:
 
 @torch.no_grad()
 def sees_others(router: Router, config: Config) -> bool:
-    """Return True if a changed token and id change other tokens' gates or experts."""
-    shape = (config.train.micro_batch_size, config.model.block_size)
+    """Return True if a changed token and id change other tokens' gates or experts.
+
+    Parameters are moved from where they start: a term may be silent there.
+    """
     generator = torch.Generator().manual_seed(1)
+    for values in (*router.parameters(), router.selection_bias):
+        values += 0.1 * torch.randn(values.shape, generator=generator)
+    shape = (config.train.micro_batch_size, config.model.block_size)
     ids = torch.randint(1, config.model.vocab_size, shape, generator=generator)
     tokens = torch.randn(ids.numel(), config.model.n_embd, generator=generator)
     before = router(tokens, len(ids), ids)
@@ -304,9 +310,10 @@ def find_code_faults(record: Record, head: str) -> list[str]:
     numbers = range(len(record["made"]))
     if not numbers or any(run["made"] not in numbers for run in record["runs"]):
         return ["its runs name no commit"]
+    routers = {run_git("show", f"{head}:router.py").stdout}
     for made in record["made"]:
-        if not isinstance(made["machine"], str):
-            faults.append(f"machine is {made['machine']}; {AGAIN} {record['name']}")
+        if not re.fullmatch(MACHINE, made["machine"]):
+            faults.append(f"machine is {made['machine']!r}; {AGAIN} {record['name']}")
         commit = made["commit"]
         try:
             code = read_commit(commit)
@@ -323,12 +330,21 @@ def find_code_faults(record: Record, head: str) -> list[str]:
             faults.append(f"commit {commit:.12} is in no history of this branch; merge it")
             continue
         shared = run_git("merge-base", commit, "HEAD").stdout.decode().strip()
-        for path in sorted(list_changes(read_commit(shared), code) - {"router.py"}):
+        if not shared:
+            return ["its branch has no commit in common with this one: git fetch --unshallow"]
+        before = read_commit(shared)
+        for path in sorted(list_changes(before, code)):
+            if path != "router.py":
+                faults.append(
+                    f"{path} of commit {commit:.12} is not everyone's: an entry may change "
+                    f"router.py; put other changes on a branch of their own, and {AGAIN}"
+                )
+        if code.get("router.py") not in routers | {before.get("router.py")}:
             faults.append(
-                f"{path} of commit {commit:.12} is not everyone's: an entry may change router.py; "
-                "put other changes on a branch of their own"
+                f"router.py of commit {commit:.12} is not that of {head:.12}: what trained must be "
+                f"what is proposed; put it back, or {AGAIN}"
             )
-    return faults
+    return list(dict.fromkeys(faults))
 
 
 def list_changes(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> set[str]:
