@@ -439,7 +439,8 @@ def test_reruns_and_judges_of_invented_runs(tiny_contest, monkeypatch):
         return said
 
     records = it.path("kern").parent.relative_to(it.folder)
-    assert "removes" in judge("removal", Path.unlink, records / "kern.json")
+    said = judge("removal", Path.unlink, records / "kern.json")
+    assert f" removes {records}/kern.json: only a person can judge that" in said
     copy = it.path("kern").read_text()
     said = judge("ladder", lambda path: write_all(path, copy), records / "ladder/kern.json")
     assert "ladder/kern.json: only a person can judge that" in said

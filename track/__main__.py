@@ -246,22 +246,22 @@ def run_judge(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     if status.returncode:
         raise ValueError(f"{args.head}: {status.stderr.decode().strip()}")
     fields = status.stdout.decode().split("\0")
-    changes = {
-        REPO_ROOT / path: kind for kind, path in zip(fields[::2], fields[1::2], strict=False)
-    }
-    if not changes:
-        print(f"{args.head} changes no record: nothing to judge")
-        return 0
-    for path, kind in changes.items():
+    paths = []
+    for kind, name in zip(fields[::2], fields[1::2], strict=False):  # the last field is empty
+        path = REPO_ROOT / name
         if kind == "D" or path.parent != protocol.records or path.suffix != ".json":
             verb = "removes" if kind == "D" else "changes"
-            print(f"{args.head} {verb} {path}: only a person can judge that")
+            print(f"{args.head} {verb} {name}: only a person can judge that")
             return 1
-    if not check_records(protocol, sorted(changes), args.head):
+        paths.append(path)
+    if not paths:
+        print(f"{args.head} changes no record: nothing to judge")
+        return 0
+    if not check_records(protocol, paths, args.head):
         return 1
     entry.prepare_data(protocol)
     intact = True
-    for path in sorted(changes):
+    for path in paths:
         origin = f"{args.head} {args.salt}".strip()
         text, stands = retrain.judge_again(protocol, read_record(path), origin, args.parallel, stop)
         print(text, flush=True)
