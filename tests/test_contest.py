@@ -342,7 +342,7 @@ def test_a_contest_of_invented_runs(tiny_contest, tmp_path):
     it.path("kern").write_text(intact)
 
 
-def test_reruns_and_judges_of_invented_runs(tiny_contest, monkeypatch):
+def test_reruns_of_invented_runs(tiny_contest, monkeypatch):
     """Means and limits by hand; the code of its commit trains a run again, here of two commits."""
     it, trainer = tiny_contest, tiny_contest.trainer
     assert it.track("enter", "softmax-renorm")[0] == 0
@@ -389,7 +389,14 @@ def test_reruns_and_judges_of_invented_runs(tiny_contest, monkeypatch):
     code, said = it.track("verify", kern, "--rerun", "9")
     assert code == 2 and "--rerun 9: expected 4 to 5, the judged runs" in said
 
-    # a branch with an entry, judged in a checkout of main with its router and records
+
+def test_a_branch_is_judged_in_a_checkout_of_main(tiny_contest):
+    """Seeds, mean and limit by hand; losses may be wrong up or down, and times."""
+    it, trainer = tiny_contest, tiny_contest.trainer
+    for name in ("softmax-renorm", "kern"):
+        assert it.track("enter", name)[0] == 0
+    (it.folder / "train.py").write_text("# later\n")
+    it.commit("records and a trainer")
     it.git("checkout", "-q", "-b", "branch")
     code, said = it.track("judge", "branch")
     assert code == 0 and "branch changes no record: nothing to judge" in said
@@ -428,9 +435,16 @@ def test_reruns_and_judges_of_invented_runs(tiny_contest, monkeypatch):
     code, said = it.track("judge", head, "--salt", "7")
     assert code == 1 and "times the reference's, recorded 0.40" in said
 
+
+def test_branches_that_are_not_judged(tiny_contest):
+    it, trainer = tiny_contest, tiny_contest.trainer
+    for name in ("softmax-renorm", "kern"):
+        assert it.track("enter", name)[0] == 0
+    it.commit("records")
+
     def judge(name, change, file):
-        """What is said of a branch that also changes a file."""
-        it.git("checkout", "-q", "-f", "branch", "-b", name)
+        """What is said of a branch that changes a file."""
+        it.git("checkout", "-q", "-f", "main", "-b", name)
         change(it.folder / file)
         it.commit(name)
         trainer.trained.clear()
