@@ -148,7 +148,7 @@ class MoE(nn.Module):
                 return stats
             router = self.router
             bounds = router.spec.score_range
-            margins = count_margins(routing.scores, router.selection_bias, router.top_k, bounds)
+            margins = count_margins(routing.scores, routing.experts, router.selection_bias, bounds)
             return stats._replace(margins=margins)
 
 

@@ -18,6 +18,7 @@ import tools.bench.__main__ as bench
 from model import GPT
 from router import ROUTERS
 from runtime import distributed
+from runtime import state as train_state
 from tools import gpu_check
 from tools.bench import harness
 from tools.bench import moe as bench_moe
@@ -189,6 +190,22 @@ def test_a_step_is_a_whole_one_but_leaves_the_weights(tiny, masked, monkeypatch)
     step()
     first, second = read
     assert not first.equal(second)  # loads change as in training
+
+
+def test_a_step_has_the_balancing_of_training(tiny, monkeypatch):
+    overrides = "model.router=kern", "train.bias_update=quantile"
+    step = bench_steps.Step(tiny(*overrides), CPU)
+    seen, solve = [], train_state.solve_selection_bias
+    monkeypatch.setattr(
+        train_state, "solve_selection_bias", lambda *args: seen.append(args[1]) or solve(*args)
+    )
+    step()
+    routers = step.selection_bias.routers
+    assert len(seen) == len(routers) == step.config.model.n_layer
+    for margins in seen:  # every token has a margin to every expert
+        assert (margins.sum(-1) == step.tokens).all()
+    assert step.selection_bias.moved.eq(0).all()  # routing is the same in each step
+    assert not any(router.selection_bias.any() for router in routers)
 
 
 def test_router_beside_a_step(tiny_file, run_bench, timed):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,15 +143,17 @@ class Contest:
         return head
 
     def time_steps(self, command, env, **_):
-        """Stands for tools.bench: a row for each combination of the routers and other settings."""
+        """Stands for tools.bench: a row for each combination of values."""
         assert env["OMP_NUM_THREADS"] == "1"
         self.timed.append(command)
         file = command[command.index("--json") + 1]
-        routers_ = [part for part in command if part.startswith("--model.router")]
-        layers = [part for part in command if part.startswith("--model.n_hash_layer")] or [""]
+        values = defaultdict(set)
+        for part in command:
+            key, _, value = part.partition("=")
+            values[key].add(value)
         if "--model.router=sigmoid" in command:
             return subprocess.CompletedProcess(command, 3, "out of", "memory")
-        rows = [{"ms": 10.00049 + i} for i in range(len(routers_) * len(layers))]
+        rows = [{"ms": 10.00049 + i} for i in range(math.prod(map(len, values.values())))]
         Path(file).write_text(json.dumps({"rows": rows}))
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -311,6 +314,10 @@ def test_a_contest_of_invented_runs(tiny_contest, tmp_path):
     assert draft["options"] == {"model.router": "tanh, c=2", "model.n_hash_layer": 1}
     assert draft["step_ms"] == [{"reference": 10.0, "entry": 13.0}]
     assert {run["rung"] for run in draft["runs"]} == {0}
+    # balancing that an entry brings takes time of its steps, even with the reference's formula
+    options = {"model.router": it.protocol.reference, "train.bias_update": "quantile"}
+    assert entry.time_steps(it.protocol, options, 0) == {"reference": 10.0, "entry": 11.0}
+    assert {"--train.bias_update=sign", "--train.bias_update=quantile"} <= set(it.timed[-1])
     assert it.track("enter", "--draft", "--spec", "tanh, c=2")[0] == 0  # a draft of its own
     code, said = it.track("enter", "--draft", "sigmoid")
     assert code == 2 and "exit code 3: out ofmemory" in said

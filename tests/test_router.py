@@ -351,11 +351,12 @@ def test_quantile_balancing_equals_sorting(name):
     """
     router, n, spec = identity_router(name), 40 * N, find_spec(name)
     router.selection_bias.copy_(0.2 * torch.randn(E))
-    scores = router(torch.randn(n, E) + torch.randn(E)).scores.detach()
-    counts = count_margins(scores, router.selection_bias, K, spec.score_range)
+    routing = router(torch.randn(n, E) + torch.randn(E))
+    scores, sizes = routing.scores.detach(), [1, 7, n - 8]
+    counts = count_margins(scores, routing.experts, router.selection_bias, spec.score_range)
     parts = [
-        count_margins(part, router.selection_bias, K, spec.score_range)
-        for part in scores.split([1, 7, n - 8])
+        count_margins(*part, router.selection_bias, spec.score_range)
+        for part in zip(scores.split(sizes), routing.experts.split(sizes), strict=True)
     ]
     assert (
         torch.equal(sum(parts), counts)
@@ -383,7 +384,7 @@ def test_the_widest_margin_is_in_the_last_bin():
     """The third largest score is the threshold; from it to the fourth is all that scores span."""
     for wide, score_range in [(1.0, 2.0), (1e12, math.inf)]:
         scores = torch.tensor([[wide, wide, wide, -wide]])
-        counts = count_margins(scores, torch.zeros(4), 2, score_range)
+        counts = count_margins(scores, torch.tensor([[0, 1]]), torch.zeros(4), score_range)
         assert counts[:, -1].tolist() == [0, 0, 0, 1] and counts.sum() == 4
 
 

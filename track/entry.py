@@ -22,6 +22,7 @@ import numpy as np
 
 import configure
 from common.text import format_bytes, plural
+from configure.schema import KEYS
 from data.bins import read_meta, sha256_of
 from data.mixture import identify
 from model import parameter_shapes
@@ -333,9 +334,10 @@ def add_measures(result: dict[str, Any], first: dict[str, Any], last: dict[str, 
 
 
 def time_steps(protocol: Protocol, options: Mapping[str, Any], rung: int) -> dict[str, float]:
-    """Time a training step of the reference and of the entry, in turn on one thread, unbalanced.
+    """Time a training step of the reference and of the entry, in turn on one thread.
 
-    Always on the CPU: wherever the runs were made, entries are compared by one clock.
+    The entry's steps have the balancing that it brings, not what tuning draws. Always on the CPU:
+    wherever the runs were made, entries are compared by one clock.
 
     Returns:
         {"reference": milliseconds, "entry": milliseconds}.
@@ -347,9 +349,8 @@ def time_steps(protocol: Protocol, options: Mapping[str, Any], rung: int) -> dic
     command += [f"--{override}" for override in protocol.rungs[rung].overrides]
     command += ["--train.device=cpu"]
     command += [f"--model.router={name}" for name in (protocol.reference, options["model.router"])]
-    hash_layers = options.get("model.n_hash_layer")
-    if hash_layers:  # only of the entry
-        command += ["--model.n_hash_layer=0", f"--model.n_hash_layer={hash_layers}"]
+    for key in options.keys() - {"model.router"}:
+        command += [f"--{key}={value}" for value in (KEYS[key]["default"], options[key])]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "step.json")
         command += [f"--rounds={TIMED_ROUNDS}", "--json", str(file)]
@@ -361,8 +362,7 @@ def time_steps(protocol: Protocol, options: Mapping[str, Any], rung: int) -> dic
                 f"{done.stdout[-300:]}{done.stderr}"
             )
         rows = json.loads(file.read_text())["rows"]
-    # With hash layers the bench times four combinations: the first is the reference without them,
-    # the last the entry with them.
+    # The bench times every combination of values: the first is the reference, the last the entry.
     return {"reference": round(rows[0]["ms"], 3), "entry": round(rows[-1]["ms"], 3)}
 
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 import configure
 from configure.schema import Config, Model
 from kernels import linear, route
-from model import GPT, flops_per_token
+from model import GPT, MoE, flops_per_token
 from router import ROUTERS, Router, find_spec
 from runtime import RunError, distributed
 from runtime.graph import WARM_UP, StepGraph, can_capture
 from runtime.optimizers import build_optimizer, choose_copy_dtype
 from runtime.parallel import compile_blocks
-from runtime.state import force_balance
+from runtime.state import SelectionBias, force_balance
+from runtime.statistics import Statistics
 from runtime.updates import Updates
 from tools.bench.harness import Benchmark, divide
 from tools.bench.peers import find_peer
@@ -63,6 +64,18 @@ class Step:
         optimizer = build_optimizer(model, config.optim, copy_dtype)
         return model, optimizer, Updates(optimizer, config, self.dtype == torch.float16)
 
+    @cached_property
+    def selection_bias(self) -> SelectionBias:
+        """What moves the biases after a step, if the config says so."""
+        mixtures = [block.mlp for block in self.parts[0].blocks if isinstance(block.mlp, MoE)]
+        return SelectionBias(mixtures, self.config.train)
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Zeros, of which each step takes a copy."""
+        n_router = len(self.selection_bias.routers)
+        return Statistics(n_router, self.config.model.n_expert, self.device)
+
     def draw_tokens(self) -> Tensor:
         """Draw x and y (2, B, T)."""
         shape = 2, self.config.train.micro_batch_size, self.config.model.block_size
@@ -91,23 +104,33 @@ class Step:
         x, y = self.draw_tokens()
         try:
             graph.start_step(optimizer.valid_copies())
-            loss, _ = graph.run(self.run_passes, x, y, None)
+            loss, row = graph.run(self.run_passes, x, y, None)
             # at rate 0, so that weights and routing stay as at the start
-            updates.step(0, 0.0, loss)
+            taken = updates.step(0, 0.0, loss)
+            self.balance(row, torch.zeros_like(taken))
         finally:  # also when memory ran out
             optimizer.zero_grad(set_to_none=True)
 
+    def balance(self, row: Tensor, taken: Tensor) -> None:
+        """Compute the selection biases from a step's statistics; keep them if it was `taken`."""
+        stats = self.statistics.new(self.selection_bias.n_bin)
+        stats.vector += row
+        self.selection_bias.update(stats, taken)
+
     def run_passes(self, x: Tensor, y: Tensor, loads: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run the forward and the backward pass; returns the loss, (), twice."""
+        """Run the forward and the backward pass; returns the loss, (), and the statistics."""
         model, optimizer, updates = self.parts
+        join = self.statistics.join  # first: layers then know what they count
         once: AbstractContextManager = nullcontext()
         if not self.config.train.activation_checkpointing:
             once = model.cast_once(self.dtype, optimizer.valid_copies())
         in_half = self.dtype != torch.float32
         with once, torch.autocast(self.device.type, self.dtype, enabled=in_half):
-            loss = model(x, y).loss
-        (loss * updates.scale).backward()
-        return loss.detach(), loss.detach()
+            out = model(x, y)
+        assert out.loss is not None, "there are targets"
+        (out.loss * updates.scale).backward()
+        loss = out.loss.detach()
+        return loss, join(loss, torch.zeros_like(loss), out.stats)
 
 
 class Peer(Step):
@@ -139,6 +162,9 @@ class Peer(Step):
             loss = model(x, y)
         (loss * updates.scale).backward()
         return loss.detach(), loss.detach()
+
+    def balance(self, row: Tensor, taken: Tensor) -> None:
+        """Do nothing: it has no selection biases."""
 
 
 def build_router(config: Config, device: torch.device) -> Callable[[], object]:
