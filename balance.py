@@ -202,7 +202,7 @@ def count_margins(
     """
     n_expert = len(selection_bias)
     shifted = scores + selection_bias  # (N, E)
-    # not `topk` of K + 1, which took a third of the whole on a CPU
+    # not `topk` of K + 1, which took nearly half of the whole on a CPU
     threshold = shifted.scatter(-1, experts, -math.inf).amax(-1, keepdim=True)  # (N, 1) α
     margins = threshold - shifted  # (N, E)
     edges = margins_to_edges(margins, margin_span(selection_bias, score_range))
