@@ -3,6 +3,7 @@
 One job of four ranks (CPU, gloo) builds all models.
 """
 
+import ctypes
 import re
 import sys
 from functools import partial
@@ -23,6 +24,7 @@ from runtime.state import build_model, initialize
 from runtime.transfer import scale_initial_weights
 
 N_RANK = 4
+M_MMAP_THRESHOLD = -3  # malloc.h
 WAYS = [  # train.parallel, ranks of a node, train.expert_parallel
     ("ddp", 4, 1),
     ("zero2", 4, 1),
@@ -103,6 +105,8 @@ def build_one_shard(folder: Path) -> None:
     config = configure.load(folder / "tiny.toml", overrides)
     init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     ranks = distributed.Ranks(0, 8, torch.device("cpu"), 8)
+    # Freed tensors go back to the system at once; how many malloc keeps differs from run to run.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_memory("VmRSS")
     model = build_model(config, None)
