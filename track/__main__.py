@@ -22,6 +22,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backend_bases import FigureCanvasBase
+
 import configure
 from common.command import build_parser, command, require_packages, run_command
 from common.text import plural, text_table
@@ -176,8 +178,10 @@ def run_ladder(ladder: Ladder, protocol: Protocol, args: Namespace, stop: Stop) 
     """Train entries and the reference on the rungs above the contest's, and print the gains.
 
     Raises:
-        ValueError: an entry has no complete record.
+        ValueError: an entry has no complete record, or the picture cannot be written.
     """
+    if args.picture:
+        check_picture(args.picture)
     complete = {record["name"]: record for record in load_complete(protocol)}
     names = list(dict.fromkeys([protocol.reference, *args.names]))
     for name in names:
@@ -202,6 +206,14 @@ def run_ladder(ladder: Ladder, protocol: Protocol, args: Namespace, stop: Stop) 
         plot(ladder, climbs).savefig(args.picture)
         print(f"wrote {args.picture}")
     return 0
+
+
+def check_picture(file: Path) -> None:
+    """Raise ValueError if a picture of that name cannot be drawn, before hours of training."""
+    if file.suffix[1:] not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(f"--picture {file}: expected a name that ends with .png, .svg or .pdf")
+    if not file.parent.is_dir():
+        raise ValueError(f"--picture {file}: there is no folder {file.parent}; make it first")
 
 
 # ---- verify and judge

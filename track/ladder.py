@@ -6,6 +6,7 @@ worth is read from the reference's own losses up the ladder.
 """
 
 import math
+import sys
 import tomllib
 from collections.abc import Mapping
 from itertools import combinations
@@ -36,6 +37,7 @@ from track.record import losses_of, read_record
 
 FILE = Path(__file__).with_name("ladder.toml")
 SAMPLES = 20_000  # of the errors: limits of intervals then vary by about 1% (not measured)
+TINY = 1e-9  # in place of a number that must be positive
 
 
 class Ladder(Section):
@@ -93,7 +95,9 @@ def list_climb(ladder: Ladder, name: str, entered: Losses) -> list[Task]:
 
 
 def load_climbs(ladder: Ladder, entered: Mapping[str, Losses]) -> Mapping[str, Losses]:
-    """Read {entry: judged losses of the same settings on every rung}, where all rungs have run.
+    """Read {entry: its judged losses}, of entries that have run on every rung.
+
+    Those of the contest's rungs are of all judged settings. Says which records are left out.
 
     Args:
         ladder: the rules.
@@ -102,13 +106,24 @@ def load_climbs(ladder: Ladder, entered: Mapping[str, Losses]) -> Mapping[str, L
     climbs: dict[str, dict[Task, float]] = {}
     for name, losses in entered.items():
         path = ladder.protocol.records / f"{name}.json"
+        if not path.exists():
+            continue
         required = list_climb(ladder, name, losses)
-        climbed = losses_of(read_record(path)) if path.exists() else {}
-        if climbed.keys() >= set(required):
-            draws = choose_draws(ladder, losses)
-            chosen = [task for task in losses if task.round == "judge" and task.draw in draws]
-            climbs[name] = {task: losses[task] for task in chosen}
-            climbs[name] |= {task: climbed[task] for task in required}
+        try:
+            climbed = losses_of(read_record(path))
+        except ValueError as error:
+            print(f"left out of the ladder: {error}", file=sys.stderr)
+            continue
+        missing = [task for task in required if task not in climbed]
+        if missing:
+            print(
+                f"left out of the ladder: {path} lacks {len(missing)} of {len(required)} runs; "
+                f"python -m scripts.track ladder {name} trains them",
+                file=sys.stderr,
+            )
+            continue
+        climbs[name] = {task: loss for task, loss in losses.items() if task.round == "judge"}
+        climbs[name] |= {task: climbed[task] for task in required}
     return climbs
 
 
@@ -123,7 +138,9 @@ class Gains(NamedTuple):
 def measure_gains(ladder: Ladder, entry: Losses, reference: Losses) -> Gains:
     """Measure gains and their slope; errors by seeds and by tuning are drawn and carried through.
 
-    The noise of a run is the same on every rung. Luck in tuning shifts all rungs of an entry alike.
+    Losses are means of the settings that ran on the last rung. The noise of a run is the same on
+    every rung, and is estimated from all judged settings. Luck in tuning shifts all rungs of an
+    entry alike.
 
     Raises:
         ValueError: the reference's loss does not fall from rung to rung, so compute has no worth.
@@ -134,8 +151,10 @@ def measure_gains(ladder: Ladder, entry: Losses, reference: Losses) -> Gains:
     squares = 0.0
     freedom = 0
     for row, losses in enumerate((entry, reference)):
-        means[row] = [score_rung(losses, rung) for rung in rungs]
-        counts[row] = [sum(map(len, judged_cells(losses, rung).values())) for rung in rungs]
+        chosen = {task.draw for task in losses if task.rung == rungs[-1]}
+        same = {task: loss for task, loss in losses.items() if task.draw in chosen}
+        means[row] = [score_rung(same, rung) for rung in rungs]
+        counts[row] = [sum(map(len, judged_cells(same, rung).values())) for rung in rungs]
         noise, noise_freedom = estimate_noise(losses)
         squares += noise * noise_freedom
         freedom += noise_freedom
@@ -143,7 +162,7 @@ def measure_gains(ladder: Ladder, entry: Losses, reference: Losses) -> Gains:
         scores = ", ".join(f"{mean:.4f}" for mean in means[1])
         raise ValueError(
             f"{ladder.protocol.reference} has {scores} on the rungs: its loss must fall, to tell "
-            "what compute is worth; climb fewer rungs, or check its records"
+            "what compute is worth; check its records"
         )
     random = np.random.default_rng(0)
     shape = (SAMPLES, *means.shape)
@@ -162,13 +181,23 @@ def measure_gains(ladder: Ladder, entry: Losses, reference: Losses) -> Gains:
 def convert_losses(losses: np.ndarray, logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Gains (S, R), and their change by ten times the compute (S,).
 
+    The reference's loss is taken as a floor plus a power of the compute. Its slope, what an e-fold
+    of compute is worth, is then a power too; between two rungs it has its mean near their middle.
+
     Args:
         losses: (S, 2, R) of entry and reference.
         logs: (R,) logarithms of the compute.
     """
     entry, reference = losses[:, 0], losses[:, 1]
-    worth = -np.gradient(reference, logs, axis=1)  # nats per e-fold of compute
-    gains = (reference - entry) / worth
+    mean_worth = -np.diff(reference, axis=1) / np.diff(logs)  # nats per e-fold of compute
+    middles = (logs[1:] + logs[:-1]) / 2
+    power, offset = np.polyfit(middles, np.log(np.maximum(mean_worth, TINY)).T, 1)[:, :, None]
+    power = np.where(power, power, TINY)
+    worth = np.exp(offset + power * logs)
+    # The mean worth over a gain g is worth (e^(power g) - 1) / (power g). No compute brings the
+    # reference below its floor: there the gain is a very large number.
+    reached = np.maximum(power * (reference - entry) / worth, TINY - 1)
+    gains = np.log1p(reached) / power
     slopes = np.polyfit(logs, gains.T, 1)[0]
     return gains, slopes * math.log(10)
 
@@ -221,7 +250,10 @@ def plot(ladder: Ladder, losses: Mapping[str, Losses]) -> Figure:
     axes = figure.subplots()
     axes.axhline(0, color="grey", linewidth=1, label=ladder.protocol.reference)
     for number, (name, entry) in enumerate(losses.items()):
-        if name == ladder.protocol.reference or list_diverged(entry):
+        if name == ladder.protocol.reference:
+            continue
+        if list_diverged(entry):
+            axes.plot([], [], label=f"{name}: diverged")
             continue
         gains = measure_gains(ladder, entry, losses[ladder.protocol.reference])
         middle, low, high = gains.by_rung

@@ -41,6 +41,7 @@ ALIKE = 0.02  # of a gate; routers of router.py differ by more than 0.2
 MACHINE = r"[\w .,()@+-]{1,60}"  # a name that fits into a table
 MEASURES = ("gate_norm", "load_imbalance", "dead_experts", "zero_gates")  # of a judged run
 AGAIN = "enter it again: python -m scripts.track enter"
+CLIMB_AGAIN = "remove it and train it again: python -m scripts.track ladder"
 
 
 # ---- the router
@@ -190,10 +191,12 @@ def find_record_faults(
             faults = find_content_faults(protocol, record, path, others, required)
             return faults + find_code_faults(record, head)
         entered = losses_of(read_record(path.parent.parent / path.name))
-        ladder = load_ladder(protocol, 1 + max(run["rung"] for run in record["runs"]))
+        rungs = [len(protocol.rungs), *(run["rung"] for run in record["runs"])]
+        ladder = load_ladder(protocol, 1 + max(rungs))
         required = list_climb(ladder, record["name"], entered)
         faults = find_content_faults(ladder.protocol, record, path, others, required)
-        return faults + find_code_faults(record, head)
+        faults += find_code_faults(record, head)
+        return [fault.replace(AGAIN, CLIMB_AGAIN) for fault in faults]
     except (ValueError, OSError) as error:
         return [str(error)]
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
