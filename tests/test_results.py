@@ -196,6 +196,8 @@ def find_unsupported_numbers(
                 tables += linked_sections[anchor]
             if "track/records/edition-1/README.md)" in paragraph:
                 tables += track_page
+            if "](track/README.md)" in paragraph:
+                tables += (results.DOCS.parent / "track/README.md").read_text()
             if "](docs/results.md" in paragraph:
                 tables += results_page
             words = re.sub(r"\]\([^)]*\)", "]", paragraph).replace("\n", " ").lower()

@@ -955,6 +955,19 @@ def test_records_of_the_repository_are_right():
         assert [fault for fault in faults if "runs are missing" not in fault] == [], path
 
 
+def test_the_papers_baseline_has_a_column():
+    protocol = load_protocol(FILE)
+    head, rows = table.build_table(protocol, table.load_complete(protocol))
+    cells = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    for name, row in cells.items():
+        if name in ("softmax", "n-gram"):
+            assert row["minus softmax"] == ""
+            continue
+        gaps = [float(row[loss]) - float(cells["softmax"][loss]) for loss in ("loss 1", "loss 2")]
+        shown = float(row["minus softmax"].split()[0])
+        assert shown == pytest.approx(sum(gaps) / 2, abs=1.6e-4)  # three numbers are rounded
+
+
 # ---- bad input
 def test_bad_arguments(rules, capsys):
     cases = {

@@ -28,6 +28,7 @@ PAGE = REPO_ROOT / "track/README.md"
 FRONT_PAGE = REPO_ROOT / "README.md"
 FRONT_ROWS = 12
 NGRAM = "n-gram"
+BASELINE = "softmax"  # the paper's
 BEGIN = "<!-- track: begin -->\n"
 END = "<!-- track: end -->"
 
@@ -86,7 +87,7 @@ def list_columns(protocol: Protocol) -> list[str]:
     columns = ["router"]
     columns += [f"loss {number}" for number in numbers]
     columns += ["sign", f"compute {numbers[-1]}", "rank", f"minus {protocol.reference}", "p"]
-    columns.append(f"within ±{protocol.margin:g}")
+    columns += [f"within ±{protocol.margin:g}", f"minus {BASELINE}"]
     for number in numbers:
         columns += [f"compute {number}", f"time {number}", f"dense {number}"]
     columns += ["gate norm", "zero gates", "load imbalance", "dead experts", "diverged"]
@@ -121,6 +122,10 @@ def build_table(protocol: Protocol, records: Sequence[Record]) -> Table:
             cells |= format_verdict(protocol, losses[name], losses[protocol.reference])
             if name in finite:
                 cells |= format_multipliers(protocol, record, losses)
+        if name in finite and BASELINE in finite and name != BASELINE:
+            rungs = range(len(protocol.rungs))
+            difference = compare(protocol, finite[name], finite[BASELINE], rungs)
+            cells[f"minus {BASELINE}"] = str(difference)
         cells |= format_measures(record)
         rows.append((sum(means), name, cells))
     head = list_columns(protocol)
@@ -256,10 +261,11 @@ def shorten(protocol: Protocol, head: Sequence[str], rows: Sequence[Sequence[str
 def describe_ladder(protocol: Protocol, records: Sequence[Record]) -> list[str]:
     """How far rung 1 tells what rung 2 says, and the gains of entries that climbed three rungs."""
     losses = {record["name"]: losses_of(record) for record in records}
-    agreeing, pairs = count_agreements(losses)
+    routers = {name: losses[name] for name in losses if name != "dense"}  # that it is last is easy
+    agreeing, pairs = count_agreements(routers)
     texts = []
     if pairs:
-        texts.append(f"Rung 1 orders {agreeing} of {pairs} pairs of entries as rung 2 does.")
+        texts.append(f"Rung 1 orders {agreeing} of {pairs} pairs of routers as rung 2 does.")
     ladder = load_ladder(protocol, len(protocol.rungs) + 1)
     climbs = load_climbs(ladder, losses)
     if protocol.reference in climbs and len(climbs) > 1:
