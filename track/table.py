@@ -270,7 +270,8 @@ def describe_ladder(protocol: Protocol, records: Sequence[Record]) -> list[str]:
     climbs = load_climbs(ladder, losses)
     if protocol.reference in climbs and len(climbs) > 1:
         try:
-            texts.append(markdown_table(*tabulate(ladder, climbs), gap=""))
+            gains = markdown_table(*tabulate(ladder, climbs), gap="")
+            texts.append(f"Gains up the [ladder](#ladder), 95% intervals:\n\n{gains}")
         except ValueError as error:  # compute has no worth
             texts.append(f"No ladder: {error}.")
     return texts
