@@ -466,7 +466,7 @@ def test_multiplier_intervals_cover(truth):
 
 
 # ---- the ladder
-# floor and power of the reference's loss; the last two rungs of edition 2 are near the second
+# floor and power of the reference's loss; edition 2's is near the third
 CURVES = [(1.0, 0.12), (1.0, 0.208), (1.2, 0.37)]
 
 

@@ -41,7 +41,7 @@ ALIKE = 0.02  # of a gate; routers of router.py differ by more than 0.2
 MACHINE = r"[\w .,()@+-]{1,60}"  # a name that fits into a table
 MEASURES = ("gate_norm", "load_imbalance", "dead_experts", "zero_gates")  # of a judged run
 AGAIN = "enter it again: python -m scripts.track enter"
-CLIMB_AGAIN = "remove it and train it again: python -m scripts.track ladder"
+CLIMB_AGAIN = "train it again: python -m scripts.track ladder"
 
 
 # ---- the router
