@@ -2,8 +2,9 @@
 
     python -m studies.best runs/norm-*_coef0.01-* --over model.gate_norm --choose-on 0 1 2 3
 
-A router's best value has its lowest mean loss over the seeds of --choose-on. Used by the studies
-norm and logits.
+A router's best value has its lowest mean loss over the seeds of --choose-on. Without --choose-on
+all seeds choose and judge, which flatters the best of many values. Used by the studies norm and
+logits.
 """
 
 from collections.abc import Sequence
@@ -23,10 +24,10 @@ from studies.command import print_tables, read_with_notes
 def tabulate(argv: Sequence[str]) -> list[Table]:
     """The verdicts on best values, a table for each group."""
     parser = make_report_parser("studies.best", __doc__)
-    parser.add_argument("--choose-on", nargs="+", type=int, required=True, metavar="SEED")
+    parser.add_argument("--choose-on", nargs="+", type=int, default=(), metavar="SEED")
     args = parser.parse_args(argv)
     if not args.over:
-        raise ValueError("--choose-on chooses a value of a key: name the key with --over")
+        raise ValueError("a best value is one of a key: name the key with --over")
     tables = []
     for group in read_with_notes(args).groups:
         comparisons = compare_best(group, args.choose_on, args.margin)
@@ -36,6 +37,8 @@ def tabulate(argv: Sequence[str]) -> list[Table]:
 
 def compare_best(group: Group, seeds: Sequence[int], margin: float = 0.0) -> list[Comparison]:
     """Compare variants at their best values of the key, by the seeds that did not choose them.
+
+    Without `seeds` all seeds choose and judge.
 
     Raises:
         ValueError: a variant lacks one of the seeds, or has no other seed.
@@ -48,6 +51,8 @@ def compare_best(group: Group, seeds: Sequence[int], margin: float = 0.0) -> lis
 def choose_best(group: Group, variant: Variant, seeds: Sequence[int]) -> Variant:
     """A variant at its value of the key with the lowest mean loss of `seeds`, with its other seeds.
 
+    Without `seeds` the mean is of all seeds, and all are kept.
+
     Raises:
         ValueError: it lacks one of the seeds, or has no other seed.
     """
@@ -59,7 +64,7 @@ def choose_best(group: Group, variant: Variant, seeds: Sequence[int]) -> Variant
             raise ValueError(
                 f"--choose-on {missing[0]}: {variant.label} has no run of this seed at {x:g}"
             )
-        means[x] = np.mean([group.loss(runs[seed]) for seed in seeds])
+        means[x] = np.mean([group.loss(runs[seed]) for seed in seeds or runs])
     x = min(means, key=means.__getitem__)
     judges = {}
     for seed, run in variant.runs_at(x).items():

@@ -347,6 +347,9 @@ def test_the_best_value_is_judged_by_other_seeds(tmp_path):
             best.tabulate([*command, *seeds])
     with pytest.raises(ValueError, match="with --over"):
         best.tabulate([str(runs[0]), "--choose-on", "0"])
+    (all_choose,) = best.compare_best(group, [])
+    assert all_choose.left.label == "kern, gate_norm 8"
+    assert all_choose.difference.seeds == 6
 
 
 def test_leads_by_balancing_equal_numpy(tmp_path):
