@@ -155,8 +155,12 @@ def find_spec(router: str) -> RouterSpec | None:
             fields[name] = value
         elif name == "c" and re.fullmatch(r"\d+(\.\d+)?", value):
             fields[name] = float(value)
-            if fields[name] > torch.finfo(torch.float32).max:
-                raise ValueError(f"router {router[:40]!r}…: c is too large for float32")
+            float32 = torch.finfo(torch.float32)
+            if not float32.tiny <= fields[name] <= float32.max:
+                raise ValueError(
+                    f"router {router[:40]!r}: c={value[:20]} is not between {float32.tiny:.0e} and "
+                    f"{float32.max:.0e}, the positive numbers of float32"
+                )
         elif term == "c=monte_carlo":
             fields[name] = value
         else:

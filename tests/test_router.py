@@ -534,7 +534,9 @@ def test_a_formula_is_the_router_that_it_names():
         "tanh, post=l3 over all": "norm 'l3 over all' is not",
     }
     wrong |= {
-        f"tanh, c={'9' * 400}": "c is too large for float32",
+        f"tanh, c={'9' * 400}": "9999 is not between 1e-38 and",
+        f"tanh, c=0.{'0' * 60}1": "is not between",
+        "tanh, c=0": "c=0 is not between",
         "exp, c=2": "needs a post norm",
         "tanh, pre=l2 over all, c=monte_carlo": "'relu' after pre 'l2 over all'",
     }
