@@ -619,6 +619,9 @@ def test_a_table_of_a_ladder(protocol, capsys):
     path.write_text("{")
     assert "kern" not in ladder.load_climbs(lad, entered)
     assert "kern.json: not JSON" in capsys.readouterr().err
+    write_record(path, {**climbed[1], "protocol_sha256": "0" * 64})
+    assert "kern" not in ladder.load_climbs(lad, entered)
+    assert "kern.json is of other rules; move it away" in capsys.readouterr().err
     climbed[1]["runs"][0]["seed"] -= 1
     climbed[1]["runs"][0]["loss"] = None
     write_record(path, climbed[1])
@@ -627,6 +630,11 @@ def test_a_table_of_a_ladder(protocol, capsys):
     assert row[-1] == "diverged on rung 3" and paths[1].exists()
     (axes,) = ladder.plot(lad, diverged).axes
     assert "kern: diverged" in [text.get_text() for text in axes.get_legend().get_texts()]
+    with pytest.raises(ValueError, match="kern diverged on rung 3: nothing to compare with"):
+        ladder.tabulate(
+            lad.model_copy(update={"protocol": protocol.model_copy(update={"reference": "kern"})}),
+            diverged,
+        )
     flat = {task: 1.5 for task in climbs["softmax-renorm"]}
     with pytest.raises(ValueError, match="its loss must fall"):
         ladder.measure_gains(lad, climbs["kern"], flat)
@@ -759,7 +767,8 @@ def test_forged_records_are_refused(protocol):
         ),
         ("not in this repository", with_code(commit="0" * 40)),
         ("expected 40 hexadecimal digits", with_code(commit="HEAD")),
-        ("machine is 'a\\nb'", with_code(machine="a\nb")),
+        ("made.0.machine: Value error, expected printable", with_code(machine="a\nb")),
+        ("machine is 'a|b'", with_code(machine="a|b")),
         ("expected 40 hexadecimal digits", with_code(commit="--output=router.py")),
         ("a name has small letters", make_record(protocol, "k\u00e9rn", options=mine)),
         ("a name has small letters", make_record(protocol, "mine (draft)", options=mine)),
@@ -794,7 +803,10 @@ def test_forged_records_are_refused(protocol):
         ("it is a draft", {**kern, "draft": True}),
         ("name no commit", {**kern, "made": []}),
         ("lacks the times", {**kern, "step_ms": []}),
-        ("a field is missing", {key: value for key, value in kern.items() if key != "settings"}),
+        ("settings: Field required", {k: v for k, v in kern.items() if k != "settings"}),
+        ("loss: Input should be a valid number", with_run(loss="x")),
+        ("options.model.router: Field required", {**kern, "options": {}}),
+        ("a field is wrong (IndexError", with_run(rung=7)),
     ]
     for reason, record in cases:
         assert reason in faults_of(protocol, record), reason
@@ -988,7 +1000,9 @@ def test_the_papers_baseline_has_a_column():
 
 
 # ---- bad input
-def test_bad_arguments(rules, capsys):
+def test_bad_arguments(rules, capsys, tmp_path):
+    folder = tmp_path / "folder.svg"
+    folder.mkdir()
     cases = {
         "'krn' is no router of router.py": ["enter", "krn"],
         "norm 'l3' is not one of": ["enter", "--spec", "tanh, post=l3", "--draft"],
@@ -1006,19 +1020,46 @@ def test_bad_arguments(rules, capsys):
         "--parallel 0": ["enter", "kern", "--draft", "--parallel", "0"],
         "name one entry, or give --all": ["enter"],
         "--rerun takes one record": ["verify", "a.json", "b.json", "--rerun", "4"],
+        "runs of a ladder are not trained again": ["verify", "ladder/a.json", "--rerun", "4"],
+        "name a commit": ["judge", ""],
         "nowhere: ": ["judge", "nowhere"],
         "enter softmax-renorm first": ["table"],
         "--rungs 2: expected 3 to 4": ["ladder", "kern", "--rungs", "2"],
         "softmax-renorm: no complete record": ["ladder", "kern"],
         "gains.xyz: expected a name that ends": ["ladder", "kern", "--picture", "gains.xyz"],
+        "gains.pgf: expected a name that ends": ["ladder", "kern", "--picture", "gains.pgf"],
         "there is no folder nowhere": ["ladder", "kern", "--picture", "nowhere/gains.svg"],
+        "folder.svg: a folder, where a file": ["ladder", "kern", "--picture", str(folder)],
     }
     for reason, arguments in cases.items():
         assert main(["--track", str(rules), *arguments], Stop()) == 2, reason
         assert reason in capsys.readouterr().err
+    picture = tmp_path / "gains.svg"
+    assert main(["--track", str(rules), "ladder", "kern", "--picture", str(picture)], Stop()) == 2
+    assert not picture.exists()  # it was only tried
     rules.write_text(rules.read_text().replace("margin", "marginn"))
     assert main(["--track", str(rules), "table"], Stop()) == 2
     assert "margin" in capsys.readouterr().err
+    rules.write_text("# a page")
+    assert main(["--track", str(rules), "table"], Stop()) == 2
+    assert str(rules) in capsys.readouterr().err
+
+
+def test_bad_rules_of_a_ladder(protocol, tmp_path):
+    file = tmp_path / "ladder.toml"
+    good = ladder.FILE.read_text()
+    cases = {
+        "is not TOML": "settings = ",
+        "rungs: Field required": good.partition("[[rungs]]")[0],
+        "rungs: List should have at least 1": good.partition("[[rungs]]")[0] + "rungs = []",
+        "settings: Input should be greater": good.replace("settings = 3", "settings = 0"),
+    }
+    for reason, text in cases.items():
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"{file}.*{re.escape(reason)}"):
+            load_ladder(protocol, 3, file)
+    file.write_text(good)
+    assert load_ladder(protocol, 3, file) == load_ladder(protocol, 3)
 
 
 def test_entries_that_start_at_once_on_a_fresh_clone(protocol, rules, corpus, tmp_path):
@@ -1055,6 +1096,28 @@ def test_a_rung_that_does_not_fit_into_memory(protocol, monkeypatch):
     entry.check_memory(protocol, options, 2)
     with pytest.raises(ValueError, match="rung 1 needs .* 3 at a time"):
         entry.check_memory(protocol, options, 3)
+
+
+def test_a_bad_record_is_not_blamed_on_another(protocol, capsys):
+    """Signed, but a field is missing or wrong: every command names that file and leaves it out."""
+    kern = save(protocol, make_record(protocol, "kern"))
+    other = make_record(protocol, "tanh")
+    path = protocol.records / "tanh.json"
+    for field in ("name", "protocol_sha256", "options", "runs", "made"):
+        write_record(
+            path, {key: value for key, value in other.items() if key != field} | {"runs": []}
+        )
+        if field == "runs":
+            write_record(path, {**other, "runs": [{}]})
+        others = table.read_others(protocol, "kern")
+        assert verify.find_record_faults(protocol, kern, others) == []
+        assert [record["name"] for record in table.load_complete(protocol)] == ["kern"]
+        said = capsys.readouterr().err
+        assert f"left out: {path}: {field}" in said and "Field required" in said
+    write_record(path, {**other, "options": {"model.router": "zz"}})
+    others = table.read_others(protocol, "kern")
+    assert verify.find_record_faults(protocol, kern, others) == []
+    assert f"{path}: left out, phi 'zz'" in capsys.readouterr().err
 
 
 def test_mixed_and_incomplete_records_are_named(protocol, capsys):

@@ -22,8 +22,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backend_bases import FigureCanvasBase
-
 import configure
 from common.command import build_parser, command, require_packages, run_command
 from common.text import plural, text_table
@@ -186,7 +184,9 @@ def run_ladder(ladder: Ladder, protocol: Protocol, args: Namespace, stop: Stop) 
     names = list(dict.fromkeys([protocol.reference, *args.names]))
     for name in names:
         if name not in complete:
-            raise ValueError(f"{name}: no complete record; enter {name} first")
+            raise ValueError(
+                f"{name}: no complete record; python -m scripts.track enter {name} makes one"
+            )
     entry.check_committed()
     entry.prepare_data(protocol)
     for name in names:
@@ -209,18 +209,29 @@ def run_ladder(ladder: Ladder, protocol: Protocol, args: Namespace, stop: Stop) 
 
 
 def check_picture(file: Path) -> None:
-    """Raise ValueError if a picture of that name cannot be drawn, before hours of training."""
-    if file.suffix[1:] not in FigureCanvasBase.get_supported_filetypes():
+    """Raise ValueError or OSError if it cannot be written, before hours of training."""
+    if file.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--picture {file}: expected a name that ends with .png, .svg or .pdf")
     if not file.parent.is_dir():
         raise ValueError(f"--picture {file}: there is no folder {file.parent}; make it first")
+    existed = file.exists()
+    with file.open("ab"):
+        pass
+    if not existed:
+        file.unlink()
 
 
 # ---- verify and judge
 def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     """Check records; exit code 1 if one has a fault."""
-    if args.rerun is not None and len(args.records) > 1:
-        raise ValueError("--rerun takes one record")
+    if args.rerun is not None:
+        if len(args.records) > 1:
+            raise ValueError("--rerun takes one record")
+        if args.records[0].parent.name == "ladder":
+            raise ValueError(
+                f"--rerun {args.records[0]}: takes an entry's record; runs of a ladder are not "
+                "trained again"
+            )
     if not check_records(protocol, args.records):
         return 1
     if args.rerun is None:
@@ -252,6 +263,8 @@ def run_judge(protocol: Protocol, args: Namespace, stop: Stop) -> int:
         0 if all stand, or there is none; 1 if one is removed, has a fault, or its runs say
         otherwise.
     """
+    if not args.head:  # git would compare HEAD with itself
+        raise ValueError("judge: name a commit")
     status = run_git(
         "diff", "--name-status", "-z", "--no-renames", f"HEAD...{args.head}", "--", "track/records"
     )

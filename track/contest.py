@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 import configure
 from common.files import check_regular
 from configure.schema import KEYS, Section, select_keys
-from data.bins import sha256_of
+from data.bins import describe_faults, sha256_of
 from gate_norm import score_deviation
 from report.comparisons import Difference
 from track.fixed_keys import check_fixed_keys
@@ -80,10 +80,13 @@ def load_protocol(file: str) -> Protocol:
         ValueError: they are wrong, or a key has another value than FILE.json beside it lists.
     """
     check_regular(Path(file))
-    table = tomllib.loads(Path(file).read_text()).get("track", {})
     runs = Path(configure.load(file).run.dir, f"track-{Path(file).stem}")
+    table = tomllib.loads(Path(file).read_text()).get("track", {})
     own = {"file": file, "sha256": "", "runs": runs, "records": RECORDS / Path(file).stem}
-    protocol = Protocol.model_validate({**table, **own})
+    try:
+        protocol = Protocol.model_validate({**table, **own})
+    except ValidationError as error:
+        raise ValueError(f"{file}: track.{describe_faults(error)}") from None
     if protocol.rungs[0].seeds < 2:
         raise ValueError(f"{file}: track.rungs: the first needs seeds = 2 or more, for the noise")
     fixed = []  # {key: value} of every rung, whether from the file or by default

@@ -122,7 +122,7 @@ def start_record(protocol: Protocol, path: Path, name: str, options: Mapping[str
         if key not in ("runs", "made") and record[key] != value:
             raise ValueError(
                 f"{path} has {key} {str(record[key]):.60}, this entry {str(value):.60}; "
-                "remove the record to begin again, or take another name"
+                "move the record away to begin again, or take another name"
             )
     return record
 

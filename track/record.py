@@ -9,10 +9,13 @@ import subprocess
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
 
 from common.files import check_regular, write_atomic
-from data.bins import sha256_of
+from configure.schema import Section
+from data.bins import describe_faults, sha256_of
 from track.contest import Losses, Protocol, Task, draw_settings, list_tasks
 
 REPO_ROOT = Path(__file__).parents[1]
@@ -21,6 +24,65 @@ TRAINING_CODE = ("kernels", "runtime", "configure", "data", "common")
 FORMAT = 2
 NAME = r"[a-z0-9][a-z0-9.-]*"  # of an entry
 Record = dict[str, Any]
+Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+# ---- the fields that are checked; track/records/README.md explains all
+class Run(Section, extra="ignore"):
+    """A run; the first five are its task."""
+
+    round: Literal["draw", "judge", "curve"]
+    rung: int = Field(ge=0)
+    draw: int
+    seed: int
+    length: float
+    loss: float | None
+    made: int
+    # of judged runs; measures of gates are absent if the router has none
+    documents: list[Pair] = []
+    gate_norm: Pair = []
+    load_imbalance: float = 0
+    dead_experts: float = 0
+    zero_gates: float = 0
+
+
+class Made(Section, extra="ignore"):
+    """The code and machine that runs were made with."""
+
+    commit: str
+    code_sha256: str
+    machine: str
+
+
+class Options(Section, extra="allow"):
+    """The router, and what `--set` gave."""
+
+    router: str = Field(alias="model.router")
+
+
+class StepTimes(Section):
+    """Milliseconds of a training step."""
+
+    reference: float
+    entry: float
+
+
+class Fields(Section, extra="ignore"):
+    """A record."""
+
+    edition: int
+    protocol_sha256: str
+    data_sha256: str
+    name: str
+    options: Options
+    draft: bool
+    settings: list[dict[str, float | None]]
+    runs: list[Run]
+    made: list[Made]
+    step_ms: list[StepTimes] = []
+
+
+# ---- read and write
 
 
 def new_record(protocol: Protocol, name: str, options: Mapping[str, Any]) -> Record:
@@ -86,7 +148,11 @@ def read_json(path: Path) -> Record:
 
 
 def read_record(path: Path) -> Record:
-    """Read a record. Raises ValueError if the file is no record of this edition, or was changed."""
+    """Read a record.
+
+    Raises:
+        ValueError: the file is no record of this edition, was changed, or lacks a field.
+    """
     record = read_json(path)
     if record.get("format") == 1:
         raise ValueError(f"{path}: a record of edition 1, which is closed; it enters no table")
@@ -100,6 +166,12 @@ def read_record(path: Path) -> Record:
             f"{path}: its digest is not that of its content: it was changed by hand; "
             "take it from its commit again"
         )
+    try:
+        Fields.model_validate(record)
+    except ValidationError as error:
+        raise ValueError(
+            f"{path}: {describe_faults(error)}; take it from its commit again"
+        ) from None
     return record
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from common.files import check_regular, write_atomic
 from common.text import Table, markdown_table
 from report.comparisons import correct_holm
+from router import find_spec
 from track.contest import (
     Losses,
     Protocol,
@@ -43,8 +44,18 @@ def read_all(protocol: Protocol) -> Iterator[tuple[Path, Record]]:
 
 
 def read_others(protocol: Protocol, name: str) -> list[Record]:
-    """Read the records of other entries, complete or not."""
-    return [record for path, record in read_all(protocol) if path.stem != name]
+    """Read the records of other entries, complete or not; of routers that router.py knows."""
+    others = []
+    for path, record in read_all(protocol):
+        if path.stem == name:
+            continue
+        try:
+            find_spec(record["options"]["model.router"])
+        except ValueError as error:
+            print(f"{path}: left out, {error}", file=sys.stderr)
+            continue
+        others.append(record)
+    return others
 
 
 def load_complete(protocol: Protocol) -> list[Record]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from common.command import describe_error
 from configure import Config
 from configure.schema import KEYS
 from model import build_router
@@ -198,10 +199,10 @@ def find_record_faults(
         faults += find_code_faults(record, head)
         return [fault.replace(AGAIN, CLIMB_AGAIN) for fault in faults]
     except (ValueError, OSError) as error:
-        return [str(error)]
+        return [describe_error(error)]
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         kind = type(error).__name__
-        return [f"a field is missing or wrong ({kind}: {error}); take it from its commit again"]
+        return [f"a field is wrong ({kind}: {error}); take it from its commit again"]
 
 
 def find_closed_faults(path: Path) -> list[str]:
