@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -579,19 +580,33 @@ def make_climb(protocol, record, lower):
     return climbed
 
 
-def test_a_table_of_a_ladder(protocol, capsys):
-    """Rungs come from two records; faults of a ladder's record are named, and a run that diverged
-    is no number.
-    """
+class Climbed(NamedTuple):
+    """A ladder of two entries: softmax-renorm, and kern, which is lower."""
+
+    rules: ladder.Ladder
+    records: list  # of the contest
+    climbed: list  # of the ladder
+    entered: dict  # {entry: losses of the contest}
+
+
+@pytest.fixture
+def two_climbs(protocol):
     lad = load_ladder(protocol, 3)
     records = [make_record(protocol, "softmax-renorm"), make_record(protocol, "kern", 1.59)]
     for run in records[0]["runs"] + records[1]["runs"]:
         run["loss"] -= 0.1 * run["rung"]
         run["documents"] = [[run["loss"], protocol.load(run["rung"]).eval.windows]]
-    paths = [save(protocol, record) for record in records]
+    for record in records:
+        save(protocol, record)
     entered = {record["name"]: losses_of(record) for record in records}
     assert ladder.load_climbs(lad, entered) == {}
     climbed = [make_climb(protocol, record, 0.02 * i) for i, record in enumerate(records)]
+    return Climbed(lad, records, climbed, entered)
+
+
+def test_a_table_of_a_ladder(protocol, two_climbs):
+    """Rungs come from two records."""
+    lad, records, _, entered = two_climbs
     climbs = ladder.load_climbs(lad, entered)
     assert {task.rung for task in climbs["kern"]} == {0, 1, 2}
     head, [row] = ladder.tabulate(lad, climbs)
@@ -605,6 +620,9 @@ def test_a_table_of_a_ladder(protocol, capsys):
     drawn = next(line for line in axes.lines if len(line.get_xdata()) == 3)
     assert np.array(drawn.get_ydata()) == pytest.approx(gains.by_rung[0])
 
+
+def test_faults_of_a_ladders_record_are_named(two_climbs, protocol, capsys):
+    lad, records, climbed, entered = two_climbs
     path = lad.protocol.records / "kern.json"
     assert verify.find_record_faults(protocol, path, records[:1]) == []
     climbed[1]["runs"][0]["seed"] += 1
@@ -622,19 +640,25 @@ def test_a_table_of_a_ladder(protocol, capsys):
     write_record(path, {**climbed[1], "protocol_sha256": "0" * 64})
     assert "kern" not in ladder.load_climbs(lad, entered)
     assert "kern.json is of other rules; move it away" in capsys.readouterr().err
-    climbed[1]["runs"][0]["seed"] -= 1
+
+
+def test_a_run_of_a_ladder_that_diverged_is_no_number(two_climbs, protocol):
+    lad, _, climbed, entered = two_climbs
     climbed[1]["runs"][0]["loss"] = None
-    write_record(path, climbed[1])
+    write_record(lad.protocol.records / "kern.json", climbed[1])
     diverged = ladder.load_climbs(lad, entered)
     _, [row] = ladder.tabulate(lad, diverged)
-    assert row[-1] == "diverged on rung 3" and paths[1].exists()
+    assert row[-1] == "diverged on rung 3" and (protocol.records / "kern.json").exists()
     (axes,) = ladder.plot(lad, diverged).axes
     assert "kern: diverged" in [text.get_text() for text in axes.get_legend().get_texts()]
+    by_kern = protocol.model_copy(update={"reference": "kern"})
     with pytest.raises(ValueError, match="kern diverged on rung 3: nothing to compare with"):
-        ladder.tabulate(
-            lad.model_copy(update={"protocol": protocol.model_copy(update={"reference": "kern"})}),
-            diverged,
-        )
+        ladder.tabulate(lad.model_copy(update={"protocol": by_kern}), diverged)
+
+
+def test_a_reference_that_does_not_fall_gives_no_ladder(two_climbs, protocol):
+    lad, records, climbed, entered = two_climbs
+    climbs = ladder.load_climbs(lad, entered)
     flat = {task: 1.5 for task in climbs["softmax-renorm"]}
     with pytest.raises(ValueError, match="its loss must fall"):
         ladder.measure_gains(lad, climbs["kern"], flat)
@@ -1037,6 +1061,10 @@ def test_bad_arguments(rules, capsys, tmp_path):
     picture = tmp_path / "gains.svg"
     assert main(["--track", str(rules), "ladder", "kern", "--picture", str(picture)], Stop()) == 2
     assert not picture.exists()  # it was only tried
+    link = tmp_path / "link.svg"
+    link.symlink_to(picture)
+    assert main(["--track", str(rules), "ladder", "kern", "--picture", str(link)], Stop()) == 2
+    assert link.is_symlink() and not picture.exists()
     rules.write_text(rules.read_text().replace("margin", "marginn"))
     assert main(["--track", str(rules), "table"], Stop()) == 2
     assert "margin" in capsys.readouterr().err
@@ -1103,12 +1131,12 @@ def test_a_bad_record_is_not_blamed_on_another(protocol, capsys):
     kern = save(protocol, make_record(protocol, "kern"))
     other = make_record(protocol, "tanh")
     path = protocol.records / "tanh.json"
-    for field in ("name", "protocol_sha256", "options", "runs", "made"):
-        write_record(
-            path, {key: value for key, value in other.items() if key != field} | {"runs": []}
-        )
-        if field == "runs":
-            write_record(path, {**other, "runs": [{}]})
+    cases = {}
+    for field in ("name", "protocol_sha256", "options", "made"):
+        cases[field] = {key: value for key, value in other.items() if key != field}
+    cases["runs.0.round"] = {**other, "runs": [{}]}
+    for field, record in cases.items():
+        write_record(path, record)
         others = table.read_others(protocol, "kern")
         assert verify.find_record_faults(protocol, kern, others) == []
         assert [record["name"] for record in table.load_complete(protocol)] == ["kern"]

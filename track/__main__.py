@@ -214,11 +214,12 @@ def check_picture(file: Path) -> None:
         raise ValueError(f"--picture {file}: expected a name that ends with .png, .svg or .pdf")
     if not file.parent.is_dir():
         raise ValueError(f"--picture {file}: there is no folder {file.parent}; make it first")
-    existed = file.exists()
-    with file.open("ab"):
+    target = file.resolve()
+    existed = target.exists()
+    with target.open("ab"):
         pass
     if not existed:
-        file.unlink()
+        target.unlink()
 
 
 # ---- verify and judge

@@ -82,8 +82,15 @@ def load_ladder(protocol: Protocol, n_rungs: int, file: Path = FILE) -> Ladder:
     }
     extended = protocol.model_copy(update=update)
     compute = [count_compute(extended.load(rung)) for rung in range(n_rungs)]
-    fields = {**numbers, "rungs": rules.rungs, "protocol": extended, "own_rungs": own}
-    return Ladder.model_validate({**fields, "compute": compute})
+    return Ladder(
+        settings=rules.settings,
+        tuning_sd=rules.tuning_sd,
+        holds=rules.holds,
+        rungs=rules.rungs,
+        protocol=extended,
+        own_rungs=own,
+        compute=compute,
+    )
 
 
 def count_compute(config: Config) -> float:

@@ -67,7 +67,7 @@ class StepTimes(Section):
     entry: float
 
 
-class Fields(Section, extra="ignore"):
+class RecordFields(Section, extra="ignore"):
     """A record."""
 
     edition: int
@@ -167,7 +167,7 @@ def read_record(path: Path) -> Record:
             "take it from its commit again"
         )
     try:
-        Fields.model_validate(record)
+        RecordFields.model_validate(record)
     except ValidationError as error:
         raise ValueError(
             f"{path}: {describe_faults(error)}; take it from its commit again"

@@ -291,7 +291,6 @@ def find_measure_faults(record: Record) -> list[str]:
         values = [run[measure] for run in judged if measure in run]
         is_complete = len(values) in (0, len(judged))
         if measure == "gate_norm":  # at the start and at the end
-            is_complete = is_complete and all(len(pair) == 2 for pair in values)
             values = [number for pair in values for number in pair]
         if not is_complete or not all(math.isfinite(value) and value >= 0 for value in values):
             faults.append(
