@@ -1,5 +1,6 @@
 """Helpers for tests: train a tiny run, read what it wrote, and start processes quickly."""
 
+import faulthandler
 import hashlib
 import math
 import multiprocessing
@@ -249,10 +250,13 @@ class Forked:
     def wait(self, seconds: float) -> tuple[int | None, str]:
         """Its exit code and what it printed, once it has ended.
 
-        After `seconds` it is killed (exit code -9).
+        After `seconds` it is aborted (exit code -6) and prints the stacks of its threads.
         """
         self.process.join(seconds)
-        self.process.kill()
+        if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGABRT)
+            self.process.join(10)
+        self.process.kill()  # where it was stopped, or is blocked in the kernel
         self.process.join()
         printed = Path(self.printed).read_text(errors="replace")
         os.remove(self.printed)
@@ -264,6 +268,7 @@ def _call(log: str, variables: dict[str, str], function: Callable, args: tuple) 
     with open(log, "wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    faulthandler.enable()
     os.environ |= variables
     function(*args)
 
@@ -274,6 +279,22 @@ def start_ranks(count: int, function: Callable, *args: object) -> list[Forked]:
     return [
         Forked(function, *args, RANK=str(i), LOCAL_RANK=str(i), **all_ranks) for i in range(count)
     ]
+
+
+def wait_for_ranks(ranks: list[Forked], seconds: float) -> list[str]:
+    """Return what each rank printed, once all have ended.
+
+    Fail if one ends with an error, or not in time. Those that still run are aborted then.
+    """
+    deadline = time.monotonic() + seconds
+    while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < deadline:
+        if any(rank.process.exitcode for rank in ranks):
+            break
+        time.sleep(0.05)
+    ended = [rank.wait(5) for rank in ranks]
+    report = "\n".join(f"rank {i}: exit code {code}\n{out}" for i, (code, out) in enumerate(ended))
+    assert all(code == 0 for code, _ in ended), report
+    return [out for _, out in ended]
 
 
 # audit events, before the call

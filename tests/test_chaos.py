@@ -11,7 +11,7 @@ import time
 from itertools import count
 
 import pytest
-from runs import checkpoints, end, flip, meet_in, start_ranks, steps
+from runs import checkpoints, end, flip, meet_in, start_ranks, steps, wait_for_ranks
 
 import configure
 import train
@@ -69,9 +69,7 @@ def test_a_run_survives_faults(tiny_file, ranks):
         return start_ranks(ranks, be_a_rank, tiny_file, name, store)
 
     def finish(name):
-        for process in start(name):
-            code, printed = process.wait(300)
-            assert code == 0, printed
+        wait_for_ranks(start(name), 300)
 
     finish("undisturbed")
     config = configure.load(tiny_file, [*HARD, "run.name=disturbed"])

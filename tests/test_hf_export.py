@@ -19,7 +19,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from numerics import assert_near, seeded, tolerance
-from runs import REPO_ROOT, all_logits, column, largest_file, meet_in, modules_in, start_ranks
+from runs import (
+    REPO_ROOT,
+    all_logits,
+    column,
+    largest_file,
+    meet_in,
+    modules_in,
+    start_ranks,
+    wait_for_ranks,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -310,9 +319,7 @@ def load_in_parallel(out, meeting, modules):
 @pytest.mark.parametrize("router", ["kern", "dense"])
 def test_tensor_parallel_plan(exported, tmp_path, router):
     _, out = exported(f"model.router={router}", "model.pos=rope")
-    for rank in start_ranks(2, load_in_parallel, out, tmp_path / "meeting", tmp_path):
-        code, printed = rank.wait(300)
-        assert code == 0, printed
+    wait_for_ranks(start_ranks(2, load_in_parallel, out, tmp_path / "meeting", tmp_path), 300)
 
 
 @pytest.mark.numerics

@@ -12,7 +12,18 @@ import pytest
 import torch
 from conftest import Payload
 from numerics import assert_near, seeded, tolerance
-from runs import ALONE, all_logits, checkpoints, column, end, flip, meet_in, run, start_ranks
+from runs import (
+    ALONE,
+    all_logits,
+    checkpoints,
+    column,
+    end,
+    flip,
+    meet_in,
+    run,
+    start_ranks,
+    wait_for_ranks,
+)
 from safetensors.torch import load_file, save_file
 
 import configure
@@ -340,9 +351,7 @@ def train_on_ranks(file, place, rank_1_place):
 def test_two_ranks_start_with_equal_weights(tiny, tiny_file, source):
     run(other := tiny("run.name=other-source", *MOVED, "run.seed=1"))
     places = [folder.path_of(config) for config in (source, other)]
-    for rank in start_ranks(2, train_on_ranks, tiny_file, *places):
-        code, printed = rank.wait(120)
-        assert code == 0, printed
+    for printed in wait_for_ranks(start_ranks(2, train_on_ranks, tiny_file, *places), 300):
         assert printed.count("train.init_from holds different weights on different ranks") == 1
     wanted = column(read_metrics(folder.path_of(source) / "metrics.jsonl"), "val/loss")[-1]
     for parallel in ("ddp", "fsdp"):

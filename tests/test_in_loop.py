@@ -8,7 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from runs import ALONE, column, end, meet_in, metrics, start_ranks
+from runs import ALONE, column, end, meet_in, metrics, start_ranks, wait_for_ranks
 from test_downstream import DOCUMENTS, results, write_tasks
 
 import configure
@@ -128,9 +128,7 @@ def be_a_rank(file, folder):
 
 @pytest.mark.integration
 def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, folder):
-    for process in start_ranks(2, be_a_rank, tiny_file, folder):
-        code, printed = process.wait(300)
-        assert code == 0, printed
+    wait_for_ranks(start_ranks(2, be_a_rank, tiny_file, folder), 300)
     for parallel in ("ddp", "zero2", "fsdp"):
         config = tiny(*LONG, f"run.dir={tiny_file.parent / parallel}")
         line = metrics(config)[-1]

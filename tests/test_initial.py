@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_tiny
-from runs import Forked, meet_in, start_ranks
+from runs import Forked, meet_in, start_ranks, wait_for_ranks
 from torch.distributed import destroy_process_group, init_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -85,9 +85,7 @@ def build_on_rank(folder: Path) -> None:
 @pytest.mark.integration
 def test_initial_weights_equal_a_full_build_bit_for_bit(corpus, tmp_path):
     write_tiny(tmp_path, corpus)
-    for rank in start_ranks(N_RANK, build_on_rank, tmp_path):
-        code, printed = rank.wait(300)
-        assert code == 0, printed
+    wait_for_ranks(start_ranks(N_RANK, build_on_rank, tmp_path), 300)
 
 
 def peak_memory(name: str) -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numerics import SEED, assert_near
-from runs import start_ranks
+from runs import start_ranks, wait_for_ranks
 from torch import Tensor
 from torch.func import functional_call
 
@@ -181,5 +181,4 @@ def test_each_matrix_is_trained_as_torch_trains_it_alone(split):
 def test_each_matrix_is_trained_so_on_several_ranks(tmp_path, n, ways, local_size):
     """And its iteration is computed once: on one rank, under HSDP on one of each node."""
     ranks = start_ranks(n, be_a_rank, tmp_path / "store", ways, local_size)
-    ends = [rank.wait(300) for rank in ranks]
-    assert all(code == 0 for code, _ in ends), ends
+    wait_for_ranks(ranks, 300)

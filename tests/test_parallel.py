@@ -31,6 +31,7 @@ from runs import (
     run_with_margin,
     start_ranks,
     untimed,
+    wait_for_ranks,
 )
 
 import configure
@@ -83,39 +84,37 @@ def outcome(folder, alone):
     """
 
     def start(count, names, models):
+        """What ended the job; "" if nothing did."""
         seeds = {model: alone(model)[0] for model in models}
-        ended = [
-            rank.wait(1200) for rank in start_ranks(count, ranks.be_a_rank, folder, names, seeds)
-        ]
-        assert all(code == 0 for code, _ in ended), ended
+        try:
+            wait_for_ranks(start_ranks(count, ranks.be_a_rank, folder, names, seeds), 1200)
+        except AssertionError as error:
+            return str(error)
+        return ""
 
     @cache
     def start_pair():
-        start(2, ["pair ddp-2"], ["pair"])
+        return start(2, ["pair ddp-2"], ["pair"])
 
     @cache
     def start_others():
+        problem = ""
         for count in (2, 4):  # runs on 4 resume from checkpoints of 2
             names = [
                 name
                 for name, case in CASES.items()
                 if WAYS[case.way].ranks == count and case.model != "pair"
             ]
-            start(count, names, COMPARED[1:])
+            problem = problem or start(count, names, COMPARED[1:])
+        return problem
 
     def outcome(name):
-        start_pair() if name == "pair ddp-2" else start_others()
-        errors = [
-            f"rank {path.name}: {path.read_text()}"
-            for path in sorted(folder.glob(f"{name}.*.error"))
-        ]
-        assert not errors, "\n".join(errors)
-        reports = [
-            torch.load(folder / f"{name}.{rank}") for rank in range(WAYS[CASES[name].way].ranks)
-        ]
+        problem = start_pair() if name == "pair ddp-2" else start_others()
+        reports = [folder / f"{name}.{rank}" for rank in range(WAYS[CASES[name].way].ranks)]
+        assert all(report.exists() for report in reports), problem
         return Outcome(
             read_metrics(folder / name / "tiny/metrics.jsonl", ARRAYS),
-            reports,
+            [torch.load(report) for report in reports],
             folder / name / "tiny",
         )
 

@@ -10,12 +10,13 @@ import io
 import json
 import os
 import sys
+import time
 from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import write_tiny
-from runs import meet_in, start_ranks
+from runs import meet_in, start_ranks, wait_for_ranks
 
 import train
 from model import GPT
@@ -211,8 +212,7 @@ def compute(file, way):
     """What each rank saw."""
     n_rank = WAYS[way].n_rank
     processes = start_ranks(n_rank, compute_as_a_rank, file, way)
-    ended = [process.wait(300) for process in processes]
-    assert [code for code, _ in ended] == [0] * n_rank, ended
+    wait_for_ranks(processes, 300)
     names = [f"{way}-{rank}.json" for rank in range(n_rank)]
     return [json.loads((file.parent / name).read_text()) for name in names]
 
@@ -247,3 +247,20 @@ def test_every_rank_computes_with_every_setting(place, alone, way):
     for seen in ranks:
         seeds |= set(seen["seeds"])
     assert len(seeds) == len(ranks) * len(alone["seeds"])
+
+
+# ---- how the tests wait for ranks
+def wait_for_a_lost_rank():
+    if os.environ["RANK"] == "1":
+        raise ValueError("lost")
+    time.sleep(3600)
+
+
+@pytest.mark.integration
+def test_a_test_ends_when_one_of_its_ranks_does():
+    """It shows the error, and where the others were."""
+    with pytest.raises(AssertionError) as caught:
+        wait_for_ranks(start_ranks(2, wait_for_a_lost_rank), 3000)
+    waiting, lost = str(caught.value).split("rank 1: exit code 1")
+    assert "rank 0: exit code -6" in waiting and "in wait_for_a_lost_rank" in waiting
+    assert "ValueError: lost" in lost

@@ -346,10 +346,7 @@ def jobs(module_file):
 @pytest.fixture(scope="module")
 def resumed(jobs, module_file):
     """What the first of two ranks prints that resume the runs of `jobs`, among other things."""
-    (code, output), (other_code, _) = (
-        rank.wait(600) for rank in runs.start_ranks(2, be_a_rank, module_file)
-    )
-    assert (code, other_code) == (0, 0), output
+    output, _ = runs.wait_for_ranks(runs.start_ranks(2, be_a_rank, module_file), 600)
     return output
 
 

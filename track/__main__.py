@@ -199,6 +199,9 @@ def run_ladder(ladder: Ladder, protocol: Protocol, args: Namespace, stop: Stop) 
         if code:
             print("stopped; the same command resumes", flush=True)
             return code
+    if len(names) == 1:
+        print(f"{names[0]} is what gains are measured from: name a router to compare with it")
+        return 0
     entered = {name: losses_of(complete[name]) for name in names}
     climbs = load_climbs(ladder, entered)
     print(text_table(*tabulate(ladder, climbs)), flush=True)
