@@ -337,6 +337,7 @@ def outcome(tmp_path_factory, corpus):
         return lines, [torch.load(report) for report in reports]
 
     outcome.folder = folder
+    outcome.run_job = run_job
     return outcome
 
 
@@ -368,6 +369,13 @@ def assert_same_run(outcome, case: Case, wanted: Case) -> None:
 
 
 # ---- tests
+@pytest.mark.integration
+@pytest.mark.parametrize("number", range(len(JOBS)))
+def test_ranks_end_without_errors(outcome, number):
+    problem = outcome.run_job(number)
+    assert not problem, problem
+
+
 @pytest.mark.integration
 @pytest.mark.numerics
 @pytest.mark.parametrize(

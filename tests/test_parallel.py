@@ -118,6 +118,8 @@ def outcome(folder, alone):
             folder / name / "tiny",
         )
 
+    outcome.start_pair = start_pair
+    outcome.start_others = start_others
     return outcome
 
 
@@ -148,6 +150,11 @@ def assert_same_bits(reports, others):
 
 
 # ---- two ranks under DDP
+def test_the_pair_ends_without_errors(outcome):
+    problem = outcome.start_pair()
+    assert not problem, problem
+
+
 @pytest.mark.numerics
 def test_pair_trains_like_one_rank(outcome, alone, folder):
     """One expert is idle, and its selection bias differs: no rank's buffers go to the others."""
@@ -181,6 +188,12 @@ def test_pair_trains_like_one_rank(outcome, alone, folder):
 
 
 # ---- equal runs
+@pytest.mark.integration
+def test_ranks_end_without_errors(outcome):
+    problem = outcome.start_others()
+    assert not problem, problem
+
+
 @pytest.mark.integration
 @pytest.mark.numerics
 @pytest.mark.parametrize(
