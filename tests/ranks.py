@@ -289,11 +289,7 @@ def work(folder, name, seed, rank):
 
 
 def be_a_rank(folder, names, seeds):
-    """Cases of as many ranks, one after another; each meets in a file of its own.
-
-    An error ends the job. Ranks that went on would start the next case minutes apart, and so lose
-    each other in each case that is left.
-    """
+    """Cases of as many ranks, one after another; each meets in a file of its own."""
     rank = int(os.environ["RANK"])
     for name in names:
         way = WAYS[CASES[name].way]

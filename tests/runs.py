@@ -297,6 +297,19 @@ def wait_for_ranks(ranks: list[Forked], seconds: float) -> list[str]:
     return [out for _, out in ended]
 
 
+def run_job(count: int, function: Callable, *args: object) -> str:
+    """Run ranks that go through several cases; returns what ended them early, "" if nothing did.
+
+    An error must end the job. Ranks that went on would start the next case minutes apart, and so
+    lose each other in each case that is left.
+    """
+    try:
+        wait_for_ranks(start_ranks(count, function, *args), 1200)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
 # audit events, before the call
 WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link"}
 

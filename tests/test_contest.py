@@ -588,7 +588,7 @@ def test_a_contest_from_entry_to_verdict(tmp_path, corpus):
     assert "0 runs, about 0 min left" in said
     assert "0 runs" not in clone.track("ladder", "kern")[1]  # nothing is trained twice
     code, said = clone.track("ladder", "softmax-renorm")
-    assert code == 0 and "name a router to compare with it" in said, said
+    assert code == 0 and "name a router to compare with softmax-renorm" in said, said
 
     code, said = clone.track("verify", *clone.records.glob("*.json"))
     assert code == 0 and said.count(": intact") == 2, said

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from conftest import write_tiny
 from numerics import assert_near
-from runs import REPO_ROOT, be_killed, meet_in, start_ranks, untimed, wait_for_ranks
+from runs import REPO_ROOT, be_killed, meet_in, run_job, start_ranks, untimed, wait_for_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -272,11 +272,7 @@ def distribute_in_float64(
 
 
 def be_a_rank(folder: Path, cases: list[Case]) -> None:
-    """Go through the cases; each meets in a file of its own.
-
-    An error ends the job. Ranks that went on would start the next case minutes apart, and so lose
-    each other in each case that is left.
-    """
+    """Go through the cases; each meets in a file of its own."""
     rank = int(os.environ["RANK"])
     for case in cases:
         os.environ["LOCAL_WORLD_SIZE"] = str(WAYS[case.way].local_size)
@@ -317,27 +313,23 @@ def outcome(tmp_path_factory, corpus):
     folder = write_tiny(tmp_path_factory.mktemp("ranks"), corpus).parent
 
     @cache
-    def run_job(number: int) -> str:
+    def find_problem(number: int) -> str:
         """What ended the job, or the one whose checkpoints it needs; "" if nothing did."""
-        if number in RESUMING and (problem := run_job(number - 1)):
+        if number in RESUMING and (problem := find_problem(number - 1)):
             return problem
         cases = JOBS[number]
-        try:
-            wait_for_ranks(start_ranks(WAYS[cases[0].way].n_rank, be_a_rank, folder, cases), 1200)
-        except AssertionError as error:
-            return str(error)
-        return ""
+        return run_job(WAYS[cases[0].way].n_rank, be_a_rank, folder, cases)
 
     @cache
     def outcome(case: Case) -> tuple[list[dict], list[dict]]:
-        problems = [run_job(number) for number, cases in enumerate(JOBS) if case in cases]
+        problems = [find_problem(number) for number, cases in enumerate(JOBS) if case in cases]
         reports = [folder / f"{case.name}.{rank}" for rank in range(WAYS[case.way].n_rank)]
         assert all(report.exists() for report in reports), "\n".join(problems)
         lines = read_metrics(folder / case.name / "tiny/metrics.jsonl", ARRAYS)
         return lines, [torch.load(report) for report in reports]
 
     outcome.folder = folder
-    outcome.run_job = run_job
+    outcome.find_problem = find_problem
     return outcome
 
 
@@ -372,7 +364,7 @@ def assert_same_run(outcome, case: Case, wanted: Case) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("number", range(len(JOBS)))
 def test_ranks_end_without_errors(outcome, number):
-    problem = outcome.run_job(number)
+    problem = outcome.find_problem(number)
     assert not problem, problem
 
 

@@ -27,11 +27,11 @@ from runs import (
     assert_same_columns,
     column,
     meet_in,
+    run_job,
     run_torchrun,
     run_with_margin,
     start_ranks,
     untimed,
-    wait_for_ranks,
 )
 
 import configure
@@ -86,11 +86,7 @@ def outcome(folder, alone):
     def start(count, names, models):
         """What ended the job; "" if nothing did."""
         seeds = {model: alone(model)[0] for model in models}
-        try:
-            wait_for_ranks(start_ranks(count, ranks.be_a_rank, folder, names, seeds), 1200)
-        except AssertionError as error:
-            return str(error)
-        return ""
+        return run_job(count, ranks.be_a_rank, folder, names, seeds)
 
     @cache
     def start_pair():

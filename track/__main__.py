@@ -200,7 +200,7 @@ def run_ladder(ladder: Ladder, protocol: Protocol, args: Namespace, stop: Stop) 
             print("stopped; the same command resumes", flush=True)
             return code
     if len(names) == 1:
-        print(f"{names[0]} is what gains are measured from: name a router to compare with it")
+        print(f"no gains to show or draw: name a router to compare with {names[0]}")
         return 0
     entered = {name: losses_of(complete[name]) for name in names}
     climbs = load_climbs(ladder, entered)
