@@ -1,0 +1,109 @@
+"""report/compare.py against scipy.stats and formulas by hand."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from report.compare import (
+    Difference,
+    clustered,
+    equivalence,
+    holm,
+    independent,
+    judge,
+    paired,
+    student,
+)
+
+
+def test_paired_and_independent_are_those_of_scipy():
+    random = np.random.default_rng(1)
+    for n, m in ((2, 2), (3, 5), (8, 4)):
+        a, b, c = random.normal(2, 1, n), random.normal(2.5, 1, n), random.normal(2.5, 3, m)
+        both = [
+            (paired(a, b), stats.ttest_rel(a, b), np.mean(a - b), n),
+            (paired(a - b), stats.ttest_rel(a, b), np.mean(a - b), n),
+            (independent(a, c), stats.ttest_ind(a, c, equal_var=False), a.mean() - c.mean(), n + m),
+        ]
+        for difference, oracle, mean, size in both:
+            wanted = (mean, *oracle.confidence_interval(), oracle.pvalue, size)
+            assert difference == pytest.approx(wanted)
+            for margin in (0.5, 4):
+                if size == n:
+                    low = stats.ttest_1samp(a - b, -margin, alternative="greater").pvalue
+                    high = stats.ttest_1samp(a - b, margin, alternative="less").pvalue
+                    assert equivalence(difference, margin) == pytest.approx(max(low, high))
+    assert str(paired([0.1, 0.3], [0, 0])) == "+0.2000 [-1.0706, +1.4706]"
+
+
+def test_what_is_too_few_has_no_interval_and_decides_nothing():
+    few = [paired([0.5]), independent([0.5], [0, 0, 0]), clustered([0.4, 0.6], [7, 7])]
+    few.append(clustered([0.5], [1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for difference in few:
+            assert difference.mean == pytest.approx(0.5) and str(difference) == "+0.5000"
+            assert math.isnan(difference.low) and math.isnan(difference.high)
+            assert math.isnan(difference.p) and math.isnan(equivalence(difference, 9))
+    assert {verdict.text for verdict in judge(few, margin=9)} == {"undecided"}
+    assert judge([Difference(math.inf)])[0].text == "higher"
+
+
+def test_clusters_by_hand_and_as_pairs():
+    values, clusters = np.array([1.0, 3.0, 2.0, 8.0]), [7, 7, 7, 2]
+    # mean 3.5; sums of residuals -4.5 and 4.5; shares 3/4 and 1/4; (9 + 1)² / (81 + 1) - 1 < 1
+    error = math.sqrt((4.5**2 / (1 - 3 / 4) + 4.5**2 / (1 - 1 / 4)) / 16)
+    assert clustered(values, clusters) == pytest.approx(student(3.5, error, 1, 2))
+    # a weight is as many equal values
+    weighted = clustered([2.0, 8.0], [7, 2], [3, 1])
+    assert weighted == pytest.approx(clustered([2.0, 2.0, 2.0, 8.0], clusters))
+    labels = np.repeat([0, 1, 2, 3, 4], [4, 2, 2, 2, 2])
+    values = np.random.default_rng(2).normal(size=12)
+    sums = np.bincount(labels, values - values.mean())
+    shares = np.bincount(labels) / 12
+    error = math.sqrt((sums**2 / (1 - shares)).sum()) / 12
+    freedom = (16 + 4 * 4) ** 2 / (256 + 4 * 16) - 1
+    assert clustered(values, labels) == pytest.approx(student(values.mean(), error, freedom, 5))
+    # clusters of one size are pairs of their means
+    values = np.random.default_rng(3).normal(1, 1, (5, 4))
+    equal = clustered(values.ravel(), np.repeat(range(5), 4))
+    assert equal == pytest.approx(paired(values.mean(axis=1)))
+
+
+def test_values_that_agree_exactly():
+    same, apart = paired([0.0] * 3), paired([0.25] * 3)
+    assert (same.p, apart.p, apart.low, apart.high) == (1, 0, 0.25, 0.25)
+    assert [equivalence(same, 0.1), equivalence(apart, 0.1), equivalence(same, 0)] == [0, 1, 0.5]
+    assert [verdict.text for verdict in judge([same, apart])] == ["undecided", "higher"]
+    assert independent([0.25] * 3, [0.0] * 2) == (0.25, 0.25, 0.25, 0, 5)
+
+
+def test_holm():
+    assert holm([0.03, 0.01, 0.04]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.5, 0.4]) == pytest.approx([0.8, 0.8])
+    assert holm([0.9, 0.8, 0.7]) == [1, 1, 1] and holm([]) == []
+    # what has no p-value is no member of the family
+    corrected = holm([math.nan, 0.02, 0.04])
+    assert math.isnan(corrected[0]) and corrected[1:] == pytest.approx([0.04, 0.04])
+
+
+def make(mean, p, n=8):
+    """A difference over n seeds with that p-value."""
+    return student(mean, abs(mean) / float(stats.t.isf(p / 2, n - 1)), n - 1, n)
+
+
+def test_verdicts_are_those_of_the_family():
+    family = judge([make(-0.02, 0.01), make(0.02, 0.03), make(-0.02, 0.04)])
+    assert [verdict.text for verdict in family] == ["lower", "undecided", "undecided"]
+    assert [verdict.p for verdict in family] == pytest.approx([0.03, 0.06, 0.06])
+    alone = [judge([make(*given)])[0].text for given in ((-1, 0.049), (1, 0.049), (1, 0.051))]
+    assert alone == ["lower", "higher", "undecided"]
+    near = student(-0.004, 0.001, 7, 8)  # decided, but nearer than the margin
+    verdicts = [judge([near], margin)[0].text for margin in (0, 0.02, 0.0045)]
+    assert verdicts == ["lower", "equivalent", "lower"]
+    wide = student(0.0, 0.009, 7, 8)  # equivalent alone (p 0.03), not as one of two
+    assert judge([wide], 0.02)[0].text == "equivalent"
+    assert [verdict.text for verdict in judge([wide, wide], 0.02)] == ["undecided"] * 2
