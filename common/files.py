@@ -1,11 +1,16 @@
-"""Files that are written completely or not at all, and locks on files."""
+"""Files that are written completely or not at all, checked JSON files, and locks on files."""
 
 import errno
 import fcntl
+import json
 import os
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NoReturn, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+Content = TypeVar("Content")
 
 LOCK_PATIENCE = 1.0  # seconds to retry a lock; `is_locked` holds it for microseconds; not measured
 
@@ -51,6 +56,59 @@ def check_regular(path: Path) -> None:
     """Raise OSError if a path is a FIFO or a device: opening it might wait forever for a writer."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "a pipe, socket or device, not a file", str(path))
+
+
+class DamagedFile(ValueError):
+    """A file holds something else than it should; the message names its path and the key."""
+
+
+def read_json(path: str | Path, model: type[Content]) -> Content:
+    """Read a JSON file whose content `model` describes.
+
+    Args:
+        path: the file.
+        model: a type that pydantic checks: a BaseModel, dataclass, TypedDict or `dict[str, int]`.
+            Only a strict one refuses "1" where a number is expected.
+
+    Raises:
+        DamagedFile: not JSON, a key twice in one object, NaN or Infinity, or not as `model` says.
+        OSError: the file cannot be read, which does not mean that it is damaged.
+    """
+    path = Path(path)
+    check_regular(path)
+    content = path.read_bytes()
+    try:
+        json.loads(content, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
+        return TypeAdapter(model).validate_json(content)
+    except ValidationError as invalid:
+        lines = [_describe_invalid(path, error) for error in invalid.errors(include_url=False)]
+        raise DamagedFile("\n  ".join(lines)) from None
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+        raise DamagedFile(f"{path}: damaged, not JSON: {error}") from None
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    names = set()
+    for name, _ in pairs:
+        if name in names:
+            raise ValueError(f"the key {name!r} is there twice")
+        names.add(name)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _describe_invalid(path: Path, error: Any) -> str:
+    """A line of the form `PATH: key.inner = value: expected …` for one of pydantic's errors."""
+    key = ".".join(str(part) for part in error["loc"])
+    message = error["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    if error["type"] == "missing":
+        return f"{path}: {key} is missing"
+    value = repr(error["input"])
+    if len(value) > 100:
+        value = f"{value[:100]}…"
+    return f"{path}: {key or 'the content'} = {value}: {message}"
 
 
 def take_lock(file: IO) -> None:

@@ -15,7 +15,6 @@ def key(
     *,
     resume: bool = False,
     decay_branch: bool = False,
-    before: Any = None,
     acts_if: str = "",
     in_every_run: bool = False,
     scaled: bool = False,
@@ -38,7 +37,6 @@ def key(
         description: its meaning, which `--help` prints.
         resume: a run may resume with another value.
         decay_branch: a branch (train.branch_from) may have another value than its trunk.
-        before: what runs did whose config.toml is older than the key, if that is not the default.
         acts_if: the key has an effect only if this one is set ("train.init_from") or has this value
             ("optim.name=muon").
         in_every_run: config.toml of every run has it, and hardly a file that a user writes.
@@ -76,8 +74,6 @@ def key(
         "track_option": track_option,
         "other_names": other_names,
     }
-    if before is not None:
-        attributes["before"] = before
     if choices:
         attributes["enum"] = list(choices)
     return Field(default, description=description, json_schema_extra=attributes, **limits)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from configure.removed import describe_removed, find_removed
 from configure.schema import KEYS, SECTIONS, Config, Model, Optim, Train
 
 
@@ -38,6 +39,9 @@ def _explain(key: str, value: Any, error: Any) -> str:
     """The reason of one of pydantic's errors on a key, with the nearest key or choice."""
     if key in SECTIONS:
         return "is a section; set one of its keys"
+    removed = find_removed(key, value, KEYS)
+    if removed:
+        return describe_removed(removed)
     if error["type"] == "extra_forbidden":
         return f"unknown key{_suggest_key(key)}"
     entry = error["loc"][2:]  # the path within the table that the key holds

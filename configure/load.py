@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 from common.files import check_regular
 from configure.check import find_conflicts, find_errors, format_toml, show, show_key
-from configure.schema import KEYS, SECTIONS, Config, Mix, Optim, has_effect, select_keys
+from configure.removed import drop_removed
+from configure.schema import KEYS, SECTIONS, Config, Mix, Optim, select_keys
 
 COMMAND_LINE = "command line"
 MAX_DEPTH = 20  # tables and lists in one another; 5 are needed
@@ -298,15 +299,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if settings.get(section) == {}:  # an empty section
             del settings[section]
     if path.name == "config.toml" and settings.keys() >= set(select_keys("in_every_run")):
-        _add_missing_keys(settings)
+        drop_removed(settings, KEYS)
     return settings, _flatten(sweep) if isinstance(sweep, dict) else {"sweep": sweep}
-
-
-def _add_missing_keys(recorded: dict[str, Any]) -> None:
-    """Add what a run did before a key existed, which its own config.toml therefore lacks."""
-    for key, schema in KEYS.items():
-        if "before" in schema and has_effect(key, lambda other: recorded.get(other, True)):
-            recorded.setdefault(key, schema["before"])
 
 
 def _read_overrides(

@@ -466,7 +466,6 @@ class Train(Section):
         "which loads the balance loss makes even: of the whole step, of each sequence, "
         "or of each micro-batch",
         report="option",
-        before="micro_batch",
         acts_if="train.balance_loss_coef",
     )
     z_loss_coef: float = key(
@@ -494,15 +493,6 @@ class Train(Section):
     )
     loss_spike: Literal["off", "warn", "skip"] = key(
         "off", "on a loss spike: warn, or skip the step", report_as={"warn": "off"}
-    )
-    spike_sigma: float = key(
-        6.0,
-        "a loss is a spike this many standard deviations above the mean of the last 128",
-        gt=0,
-        acts_if="train.loss_spike=skip",
-    )
-    max_skipped_steps: int = key(
-        20, "consecutive skipped steps that stop the run", ge=1, report="neutral"
     )
     checkpoint_interval: int = key(
         -1,
@@ -563,26 +553,12 @@ class Optim(Section):
     name: Literal["adamw", "muon"] = key(
         "adamw", "muon: for the blocks' matrices, routers excepted"
     )
-    muon_split: bool = key(
-        True,
-        "Muon orthogonalizes q, k and v each, and gate and up, though they are one parameter; "
-        "false: runs from before this key",
-        before=False,
-        acts_if="optim.name=muon",
-    )
     muon_experts: bool = key(
         True,
         "Muon trains routed experts, too; false: AdamW trains them, in less time",
         acts_if="optim.name=muon",
     )
     lr: float = key(6e-4, "peak learning rate", gt=0, label="first", other_names="learning_rate")
-    momentum: float = key(
-        0.95,
-        "decay of Muon's running mean of gradients; Nesterov's form",
-        ge=0,
-        lt=1,
-        acts_if="optim.name=muon",
-    )
     router_lr_ratio: float = key(
         1.0,
         "routers' learning rate as a fraction of lr; 0 freezes them",
@@ -668,7 +644,6 @@ class Eval(Section):
     spread: Literal["documents", "tokens"] = key(
         "documents",
         "windows from many documents, or evenly spaced",
-        before="tokens",
         validation_text=True,
     )
     tasks: str = key(

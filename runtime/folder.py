@@ -13,7 +13,7 @@ from typing import Any
 
 import configure
 from common.files import sync_folder, take_lock, write_atomic
-from configure import KEYS, Config
+from configure import Config
 from configure.schema import select_keys
 from runtime import FAILURE_FILE, RunError, Stopped, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
@@ -84,21 +84,13 @@ class RunFolder:
     def keep_recorded(self, config: Config) -> Config:
         """`config` with the recorded settings that a resume keeps.
 
-        They are the train.dtype that "auto" stands for, checkpoints of keep_steps, and values that
-        were defaults when the run started, for keys that have today's defaults in `config`.
+        They are the train.dtype that "auto" stands for, and checkpoints of keep_steps.
         """
         if self.recorded is None:
             return config
         recorded_train = self.recorded.train
         if config.train.dtype == "auto":
             config = replace(config, "train", dtype=recorded_train.dtype)
-        for key, schema in KEYS.items():
-            get_value = attrgetter(key)
-            was_default = get_value(self.recorded) == schema.get("before")
-            is_default = get_value(config) == schema["default"]
-            if was_default and is_default:
-                section, name = key.split(".")
-                config = replace(config, section, **{name: schema["before"]})
         steps = config.train.kept_steps
         dropped = recorded_train.kept_steps - steps
         still_ahead = {step for step in dropped if step <= config.train.max_steps}

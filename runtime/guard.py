@@ -2,7 +2,7 @@
 
 A loss that is NaN or Inf stops it immediately, and the dump, runs/<name>/crash-step_00001234.json,
 shows what led to it. Gradients that are NaN or Inf, or loss spikes, only skip their step;
-train.max_skipped_steps in a row stop the run.
+MAX_SKIPPED_STEPS in a row stop the run.
 """
 
 import json

@@ -16,6 +16,7 @@ from runtime.parallel import find_mesh, full_tensor, local_part
 from runtime.transfer import Ratios, find_scale, measure_ratios
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Muon's authors
+MOMENTUM = 0.95  # of Muon, with Nesterov's form
 NEWTON_SCHULZ_STEPS = 5  # the value of its authors
 
 Group = dict[str, Any]  # a parameter group of torch.optim
@@ -119,7 +120,7 @@ def build_optimizer(
     if by_copying:
         assert copy_dtype is not None
         parts.append(CopyingAdamW(by_copying, optim.lr, betas, optim.eps, copy_dtype))
-    splits = find_splits(model) if by_muon and optim.muon_split else {}
+    splits = find_splits(model) if by_muon else {}
     for part in by_muon.values():
         parts.append(Muon(part, optim.lr, splits))
     optimizers = Optimizers(parts, ordered)
@@ -151,7 +152,7 @@ def group_parameters(model: nn.Module, optim: Optim) -> list[Group]:
             settings["lr_ratio"] = optim.expert_out_lr_ratio
         by_muon = is_for_muon(optim, name, p.dim())
         if by_muon:
-            settings["momentum"] = optim.momentum
+            settings["momentum"] = MOMENTUM
         rate = find_scale(name, ratios, by_muon).rate
         settings["lr_ratio"] *= rate
         settings["weight_decay"] /= rate

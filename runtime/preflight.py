@@ -115,7 +115,7 @@ def plan_run(
     """
     check_settings(config)
     run = RunFolder(path_of(config))
-    config = keep_recorded_settings(run, config)
+    config = run.keep_recorded(config)
     changes = run.find_changes(config)
     last_step = run.last_step
     check_length(run, config)
@@ -206,16 +206,6 @@ def check_settings(config: Config) -> None:
             "set --model.top_k=2, or choose a router without a norm over topk "
             "(--model.router=softmax)"
         )
-
-
-def keep_recorded_settings(run: RunFolder, config: Config) -> Config:
-    """`RunFolder.keep_recorded`; prints each default that is another one since the run started."""
-    kept = run.keep_recorded(config)
-    for line in configure.differences(config, kept):
-        key = line.split(":")[0]
-        if "before" in configure.KEYS[key]:
-            distributed.print_once(f"{run}: {line}, as this run began; --fresh begins another run")
-    return kept
 
 
 def open_data(config: Config) -> Data:

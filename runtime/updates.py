@@ -17,6 +17,8 @@ from runtime.parallel import find_mesh, full_tensor
 FIRST_SCALE = 65536.0  # the first scale of torch's GradScaler
 MIN_SCALE = 1.0  # repeated halving would underflow the scale to 0 and make the weights NaN
 GROWTH_INTERVAL = 2000  # healthy steps before the scale doubles, as torch's GradScaler
+SPIKE_SIGMA = 6.0  # a spike is this many standard deviations above the mean; not measured
+MAX_SKIPPED_STEPS = 20  # this many in a row stop the run
 WINDOW = 128  # losses that a spike is measured against, once half of them exist; not measured
 RUNNING, BAD_LOSS, BAD_GRADIENTS, SPIKES = range(4)  # what halted a run
 
@@ -63,7 +65,7 @@ class Updates:
 
         Args:
             optimizer: changes the parameters.
-            config: optim.grad_clip, and train's keys on spikes and skipped steps.
+            config: optim.grad_clip, and train.loss_spike.
             scaled: keep a loss scale, as float16 needs. It is GradScaler's: halved after gradients
                 that are NaN or Inf, doubled after GROWTH_INTERVAL healthy steps; but never below
                 MIN_SCALE.
@@ -73,8 +75,6 @@ class Updates:
         self.scaled = scaled
         self.grad_clip = config.optim.grad_clip
         self.loss_spike = config.train.loss_spike
-        self.spike_sigma = config.train.spike_sigma
-        self.max_skipped_steps = config.train.max_skipped_steps
         device = optimizer.parameters[0].device
         self.numbers = torch.zeros(N_COUNTER + WINDOW, dtype=torch.float64, device=device)
         self.counters.scale.fill_(FIRST_SCALE if scaled else 1.0)
@@ -99,7 +99,7 @@ class Updates:
 
         The decision is made on the device. Skipped are steps whose gradients are NaN or Inf, spikes
         under loss_spike = "skip", and all steps of a halted run: one whose loss is NaN or Inf, or
-        that skipped max_skipped_steps in a row.
+        that skipped MAX_SKIPPED_STEPS in a row.
 
         Args:
             step: number of the step, from 0.
@@ -139,7 +139,7 @@ class Updates:
         is_healthy = norm.isfinite()
         is_finite = loss.isfinite()
         is_running = before.halted == RUNNING
-        spike, mean = is_spike(losses, before.taken, loss, self.spike_sigma)
+        spike, mean = is_spike(losses, before.taken, loss)
         spike = spike & is_healthy & (self.loss_spike != "off")
         skip = ~is_healthy | (spike & (self.loss_spike == "skip"))
         take = is_running & is_finite & ~skip
@@ -169,7 +169,7 @@ class Updates:
     def _count(self, before: Counters[Tensor], healthy: Tensor, skip: Tensor) -> Counters[Tensor]:
         """Count taken and skipped steps, and set the loss scale, after a finite loss."""
         in_row = torch.where(skip, before.skipped_in_row + 1, 0)
-        is_stuck = in_row == self.max_skipped_steps
+        is_stuck = in_row == MAX_SKIPPED_STEPS
         reason = torch.where(healthy, SPIKES, BAD_GRADIENTS)
         counters = before._replace(
             skipped=before.skipped + skip,
@@ -196,14 +196,13 @@ def measure_norm(gradients: list[Any]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def is_spike(losses: Tensor, count: Tensor, loss: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
-    """Compare a loss with the last losses: a spike is `sigma` standard deviations above their mean.
+def is_spike(losses: Tensor, count: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
+    """Compare a loss with the last losses: a spike is 6 standard deviations above their mean.
 
     Args:
         losses: (WINDOW,) the last losses, in any order; zeros where there are none yet.
         count: () losses so far. With fewer than WINDOW / 2 nothing is a spike.
         loss: () the new one.
-        sigma: standard deviations.
 
     Returns:
         () bool, True for a spike, and the mean of the last losses, ().
@@ -213,5 +212,5 @@ def is_spike(losses: Tensor, count: Tensor, loss: Tensor, sigma: float) -> tuple
     mean = losses.sum() / n
     deviations = torch.where(exists, losses - mean, 0)
     standard_deviation = (deviations.square().sum() / (n - 1)).sqrt()
-    is_high = loss > mean + sigma * standard_deviation
+    is_high = loss > mean + SPIKE_SIGMA * standard_deviation
     return (count >= WINDOW // 2) & is_high, mean

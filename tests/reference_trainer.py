@@ -340,10 +340,10 @@ def find_direction(config, name, matrix):
     if is_expert and name.endswith("w_in"):  # stored as (E, in, out)
         matrix = matrix.mT
     sizes = [matrix.shape[-2]]
-    if config.optim.muon_split and "qkv" in name:
+    if "qkv" in name:
         kv = (model.n_kv_head or model.n_head) * (model.n_embd // model.n_head)
         sizes = [model.n_embd, kv, kv]
-    elif config.optim.muon_split and "w_in" in name and model.gated:
+    elif "w_in" in name and model.gated:
         sizes = [matrix.shape[-2] // 2] * 2
     parts = []
     for part in matrix.split(sizes, -2):
@@ -370,7 +370,7 @@ class Optimizer:
         after = {}
         for name, gradient in gradients.items():
             ratio, decay, by_muon = find_group(self.config, name, gradient.dim())
-            b1 = optim.momentum if by_muon else optim.beta1
+            b1 = 0.95 if by_muon else optim.beta1
             g = gradient * clip
             m = b1 * self.first.get(name, 0) + (1 - b1) * g
             self.first[name] = m

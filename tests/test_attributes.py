@@ -17,7 +17,7 @@ NEUTRAL = """
 run.name run.dir run.seed model.backend data.dir
 train.micro_batch_size train.branch_from train.branch_step train.device train.compile train.parallel
 train.cuda_graph train.expert_parallel train.activation_checkpointing train.timeout_minutes
-train.max_skipped_steps
+
 train.checkpoint_interval train.checkpoint_minutes train.keep_checkpoints train.keep_steps
 train.on_save_error train.ema_decay train.deterministic
 eval.interval eval.tasks eval.task_interval eval.task_limit eval.tasks_dir
@@ -35,9 +35,6 @@ CONDITIONAL = {
     "model.rope_base": "model.pos=rope",
     "train.match_gates": "train.init_from=folder",
     "train.balance_loss_scope": "train.balance_loss_coef=0.1",
-    "train.spike_sigma": "train.loss_spike=skip",
-    "optim.momentum": "optim.name=muon",
-    "optim.muon_split": "optim.name=muon",
     "optim.muon_experts": "optim.name=muon",
     "optim.decay_fraction": "optim.schedule=wsd",
     "optim.decay": "optim.schedule=wsd",

@@ -116,7 +116,6 @@ FEATURES = {
     "optimizer": {
         "adamw": "optim.beta1=0.8;optim.beta2=0.9;optim.eps=1e-4",
         "muon": "optim.name=muon",
-        "unsplit": "optim.name=muon;optim.muon_split=false;optim.momentum=0.5",
         "attention": "optim.name=muon;optim.muon_experts=false",
     },
     "ratios": {

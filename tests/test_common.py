@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 from fake_runs import make_seeds
+from pydantic import BaseModel
 from runs import REPO_ROOT
 
 from common import cores, progress
 from common.command import build_parser, command, require_packages, run_command
-from common.files import short_path, write_atomic
+from common.files import DamagedFile, read_json, short_path, write_atomic
 from common.progress import progress_bar
 from common.text import (
     escape_controls,
@@ -172,6 +173,48 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
             with pytest.raises(OSError, match="Input/output"):
                 write_atomic(tmp_path / "file", "new")
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+class Point(BaseModel, strict=True, extra="forbid"):
+    step: int
+    losses: tuple[float, ...] = ()
+
+
+@pytest.mark.parametrize(
+    "content, error",
+    [
+        (b'{"step": 1, "losses": [1.5, 2]}', ""),
+        (b"", "damaged, not JSON: Expecting value"),
+        (b'{"step": 1', "damaged, not JSON: "),
+        (b'{"step": "\xff"}', "damaged, not JSON: 'utf-8' codec"),
+        (b"[" * 100_000, "damaged, not JSON: "),
+        (b'{"step": 1, "losses": [NaN]}', "damaged, not JSON: NaN is no number"),
+        (b'{"step": 1, "step": 2}', "damaged, not JSON: the key 'step' is there twice"),
+        (b'{"step": "1"}', "step = '1': should be a valid integer"),
+        (b'{"step": true}', "step = True: should be a valid integer"),
+        (b'{"step": 1, "losses": [2, "x"]}', "losses.1 = 'x': should be a valid number"),
+        (b"{}", "step is missing"),
+        (b'{"step": 1, "more": 2}', "more = 2: Extra inputs are not permitted"),
+        (b"[1]", "the content = [1]: should be an object"),
+    ],
+)
+def test_json_is_read_as_its_model_says(tmp_path, content, error):
+    file = tmp_path / "point.json"
+    file.write_bytes(content)
+    if not error:
+        assert read_json(file, Point) == Point(step=1, losses=(1.5, 2.0))
+        return
+    with pytest.raises(DamagedFile, match="^" + re.escape(f"{file}: {error}")):
+        read_json(file, Point)
+
+
+def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path):
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(OSError, match=re.escape(str(path))):
+            read_json(path, Point)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="a pipe, socket or device"):
+        read_json(tmp_path / "pipe", Point)
 
 
 def test_a_path_is_short_inside_the_working_directory(tmp_path, monkeypatch):

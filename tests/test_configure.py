@@ -25,6 +25,7 @@ from configure import (
 )
 from configure.check import format_toml
 from configure.load import _print_note
+from configure.removed import REMOVED
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, Mix, read_router_names
 from model import count_parameters
 from router import ROUTERS
@@ -126,6 +127,27 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys, monkeypatc
     both = write("train.max_steps = 100\noptim.warmup_steps = 200", "both.toml")
     assert "optim.warmup_steps = 200 is more than the 100 steps before the end" in message(both)
     assert not capsys.readouterr().err  # ranks other than 0
+
+
+# ---- removed keys
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_is_refused_but_in_the_record_of_a_run_at_its_default(write, tmp_path, key):
+    default, instead = REMOVED[key]
+    section, name = key.split(".")
+    setting = f"{name} = {format_toml(default)}\n"
+    said = f"{key} = {default!r}: removed: {instead}. The last commit with it is e125ff1"
+    assert said in message(write(f"[{section}]\n{setting}"))
+    assert said in message(write(f'[sweep]\n"{key}" = [{format_toml(default)}]\n'))
+    text = default if isinstance(default, str) else format_toml(default)
+    assert f"command line: {said}" in message(write(), f"--{key}={text}")
+
+    config = load(write())
+    recorded = tmp_path / "config.toml"
+    text = re.sub(rf"(?m)^{name} = .*\n", "", dumps(config))
+    recorded.write_text(text.replace(f"[{section}]\n", f"[{section}]\n{setting}"))
+    assert load_recorded(recorded) == config
+    recorded.write_text(text.replace(f"[{section}]\n", f'[{section}]\n{name} = "other"\n'))
+    assert f"{recorded}: {key} = 'other': " in message(recorded)
 
 
 # ---- one setting wrong
@@ -401,25 +423,6 @@ def test_name_and_group_from_any_file_name_can_be_written_and_read(write, stem, 
     assert load(write(dumps(config), "config.toml")) == config
 
 
-def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
-    """In the run's own config.toml, which has every key of its day, but in no file that a user
-    writes.
-    """
-    old = re.sub("spread = .*\n", "", dumps(load(write("[model]\nn_layer = 2"))))
-    assert load(write(old, "config.toml")).eval.spread == "tokens"
-    assert load(write(old, "config.toml"), ["--eval.spread=documents"]).eval.spread == "documents"
-    of_user = load(write(old, "other.toml"))
-    assert load(write(dumps(of_user), "config.toml")).eval.spread == "documents"
-    assert load(write("[model]\nn_layer = 2", "config.toml")).eval.spread == "documents"
-    assert load(write("train.compile = true")).train.compile == "on"
-    assert load(write("train.compile = false")).train.compile == "off"
-    # without a balance loss all scopes are the same
-    for coef, scope in ((0.1, "micro_batch"), (0, "global")):
-        new = dumps(load(write("[model]\nn_layer = 2"), [f"--train.balance_loss_coef={coef}"]))
-        old = re.sub("balance_loss_scope = .*\n", "", new)
-        assert load(write(old, "config.toml")).train.balance_loss_scope == scope
-
-
 def test_a_recorded_config_that_lost_its_end(write):
     """A file with fewer keys would be another model, by its defaults."""
     whole = dumps(load(write("[model]\nn_layer = 2")))
@@ -443,7 +446,7 @@ RANGES = {  # of keys that are no choice
     "log.group",
     "object": "data.mix",
     "boolean": "model.gated model.tie_embeddings model.bias data.document_mask train.match_gates "
-    "train.activation_checkpointing train.force_balance train.deterministic optim.muon_split "
+    "train.activation_checkpointing train.force_balance train.deterministic "
     "optim.muon_experts log.tensorboard",
     "integer >= -1": "train.checkpoint_interval",
     "integer >= 0": "train.branch_step optim.base_width optim.base_hidden optim.base_layers "
@@ -451,7 +454,7 @@ RANGES = {  # of keys that are no choice
     "integer >= 0, < 4294967296": "run.seed",
     "integer >= 0, <= 1024": "model.n_kv_head model.n_shared_expert model.n_dense_layer "
     "model.n_hash_layer",
-    "integer >= 1": "train.max_steps train.expert_parallel train.max_skipped_steps "
+    "integer >= 1": "train.max_steps train.expert_parallel "
     "train.keep_checkpoints eval.interval eval.windows log.interval",
     "integer >= 1, <= 1024": "model.n_layer model.n_head model.router_groups model.router_group_k",
     "integer >= 1, <= 16384": "model.n_expert model.top_k",
@@ -459,14 +462,13 @@ RANGES = {  # of keys that are no choice
     "integer >= 1, <= 1048576": "model.block_size",
     "integer >= 1, <= 16777216": "train.batch_size train.micro_batch_size",
     "integer >= 2, <= 65536": "model.vocab_size",
-    "number > 0": "model.norm_eps model.init_std model.router_init_ratio train.spike_sigma "
-    "optim.lr optim.eps",
+    "number > 0": "model.norm_eps model.init_std model.router_init_ratio optim.lr optim.eps",
     "number > 0, <= 10080": "train.timeout_minutes",
     "number > 0, <= 65536": "model.gate_scale",
     "number >= 0": "train.balance_loss_coef train.z_loss_coef train.bias_update_rate "
     "train.checkpoint_minutes optim.router_lr_ratio optim.expert_out_lr_ratio optim.weight_decay "
     "optim.grad_clip",
-    "number >= 0, < 1": "model.dropout train.ema_decay optim.momentum optim.beta1 optim.beta2",
+    "number >= 0, < 1": "model.dropout train.ema_decay optim.beta1 optim.beta2",
     "number >= 0, <= 1": "optim.decay_fraction optim.min_lr_ratio",
     "number >= 0, <= 65536": "model.gate_norm",
     "number >= 1": "model.rope_base",

@@ -316,12 +316,12 @@ def crash_report(config, step):
     ],
 )
 def test_too_many_skipped_steps_in_a_row_stop_the_run(
-    tiny, short_history, poison, dtype, most, factor, message
+    tiny, short_history, poison, monkeypatch, dtype, most, factor, message
 ):
     """Of infinite gradients, or losses that stay high; single such gradients are skipped alone."""
+    monkeypatch.setattr("runtime.updates.MAX_SKIPPED_STEPS", most)
     weights = poison({*range(6, 100)} if factor else {1, 3, *range(6, 100)}, factor)
     own = [
-        f"train.max_skipped_steps={most}",
         f"train.dtype={dtype}",
         "train.loss_spike=skip",
         "eval.interval=50",
@@ -449,7 +449,7 @@ def test_spikes_are_those_by_hand(monkeypatch, compile):
     p.grad = torch.ones(7)
     adamw, config = (
         Optimizers([torch.optim.AdamW([p], fused=True)]),
-        Config(train=Train(loss_spike="skip", spike_sigma=5.0)),
+        Config(train=Train(loss_spike="skip")),
     )
     updates, taken, spikes = Updates(adamw, config, False, compile), [], []
     # 63 are too few to tell
@@ -458,7 +458,7 @@ def test_spikes_are_those_by_hand(monkeypatch, compile):
         for step in range(300):
             last, loss = taken[-WINDOW:], 1.0 + step % 3
             if step in from_limit:
-                loss = statistics.fmean(last) + 5 * statistics.stdev(last) + from_limit[step]
+                loss = statistics.fmean(last) + 6 * statistics.stdev(last) + from_limit[step]
             updates.step(step, 0.0, torch.tensor(loss, dtype=torch.float64))
             if step in (64, 200, 290):
                 spikes.append((step, loss, pytest.approx(statistics.fmean(last), rel=1e-12)))

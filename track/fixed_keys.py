@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.files import check_regular
+from configure.removed import REMOVED
 
 FixedKeys = dict[str, Any]  # {key: its value} of a rung
 
@@ -21,7 +22,7 @@ def check_fixed_keys(path: Path, now: Sequence[FixedKeys]) -> list[FixedKeys]:
     fixed = read_fixed_keys(path, len(now))
     for rung, listed in enumerate(fixed):
         for key, value in listed.items():
-            current = now[rung].get(key)
+            current = REMOVED[key].default if key in REMOVED else now[rung].get(key)
             if current != value:
                 change = f"{key} on rung {rung + 1} is {current}, not {value}"
                 raise ValueError(f"{change} as in {path}: set file or default back")

@@ -1,0 +1,50 @@
+"""Keys and values that config files could set once.
+
+A file or override that sets one is refused with what takes its place. The config.toml of a run that
+has one at its default still loads: the run behaves as before without it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+LAST_COMMIT = "e125ff1"  # it had them all
+
+
+class Removed(NamedTuple):
+    """A key that is gone, or a key's value if the key is still there."""
+
+    default: Any  # of the key at LAST_COMMIT
+    instead: str  # what happens now, or what to set
+
+
+REMOVED = {
+    "train.spike_sigma": Removed(6.0, "a spike is 6 standard deviations above the mean"),
+    "train.max_skipped_steps": Removed(20, "20 skipped steps in a row stop the run"),
+    "optim.muon_split": Removed(True, "Muon orthogonalizes q, k, v, gate and up each"),
+    "optim.momentum": Removed(0.95, "Muon's is 0.95"),
+}
+
+
+def find_removed(key: str, value: Any, known: Mapping[str, Mapping[str, Any]]) -> Removed | None:
+    """What is removed: the key, or this value of it. None if `known`, KEYS, has both.
+
+    A removed value is the key's former default, and the key has a list of choices.
+    """
+    removed = REMOVED.get(key)
+    if removed is None or key not in known:
+        return removed
+    is_removed_value = value == removed.default and value not in known[key]["enum"]
+    return removed if is_removed_value else None
+
+
+def describe_removed(removed: Removed) -> str:
+    """The reason of the error of a file that sets it."""
+    return f"removed: {removed.instead}. The last commit with it is {LAST_COMMIT}"
+
+
+def drop_removed(recorded: dict[str, Any], known: Mapping[str, Mapping[str, Any]]) -> None:
+    """Delete, from a run's own settings by dotted key, what is removed and has its default."""
+    for key, value in list(recorded.items()):
+        removed = find_removed(key, value, known)
+        if removed and repr(value) == repr(removed.default):  # 1 is not True
+            del recorded[key]
