@@ -5,35 +5,19 @@ size of the MoE's output. With model.gate_norm all routers start at one norm.
 
 Logits of a fresh router are N(0, τ²) and independent over draws of W, with τ = init_std ·
 router_init_ratio · √n_embd: LayerNorm or RMSNorm leaves inputs of squared length n_embd (where
-model.norm_eps is small relative to the variance before it). Then E Σ gⁿ is an integral for most
-routers (common/quadrature.py). Other routers are sampled.
+model.norm_eps is small relative to the variance before it). E Σ g² is the mean over seeded samples.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import torch
 
 from configure.schema import Model as ModelConfig
-from router import ROUTERS, Router, RouterSpec, find_spec, monte_carlo_scale
-
-Array = np.ndarray
+from router import Router, RouterSpec, find_spec, monte_carlo_scale
 
 PRECISION = 1e-3  # of a sampled E Σ g²: half of that in the norm, below a draw of W; not measured
-
-# Gates of routers without a norm, as functions of the logit
-ELEMENTWISE: dict[str, Callable[[Array], Array]] = {
-    "sigmoid": lambda s: (1 + np.tanh(s / 2)) / 2,
-    "tanh": np.tanh,
-}
-# Gates of routers that divide by the l2 norm of all logits, before that division
-NUMERATORS: dict[str, Callable[[Array], Array]] = {
-    "kern": lambda s: s.clip(0),
-    "kern-norelu": lambda s: s,
-}
 
 
 def gate_scale(config: ModelConfig) -> float:
@@ -62,30 +46,9 @@ def own_gate_norm(config: ModelConfig, width: int) -> float:
         return 1.0
     c = monte_carlo_scale(config.n_expert, config.top_k) if spec.c == "monte_carlo" else spec.c
     tau = config.init_std * config.router_init_ratio * math.sqrt(width)
-    groups = (config.router_groups, config.router_group_k)
-    return c * math.sqrt(expected_square(spec, config.n_expert, config.top_k, tau, groups))
-
-
-def expected_square(
-    spec: RouterSpec, n_expert: int, top_k: int, tau: float, groups: tuple[int, int] = (1, 1)
-) -> float:
-    """E Σ g² of a fresh router with c = 1 and logits N(0, τ²).
-
-    By quadrature where there is a formula, else sampled. `groups` are n_group and group_k.
-    """
     form = replace(spec, c=1.0, gamma=False, bias=False)  # γ is initialised at 1, b at 0
-    # The quadrature's grid is too coarse for tau > 6, where e^9τ overflows in the end.
-    if tau > 6 or groups[1] < groups[0]:
-        return sample_square(form, n_expert, top_k, tau, groups)
-    for name in (*NUMERATORS, *ELEMENTWISE, "softmax"):
-        known = ROUTERS[name]
-        if known and form == replace(known, gamma=False, bias=False):
-            return gate_sum(name, n_expert, top_k, tau, power=2)
-    if form == ROUTERS["softmax-l2"]:
-        return gate_sum("softmax", n_expert, top_k, 2 * tau)  # e^2s / Σ e^2s
-    if form == ROUTERS["sqrtgate"]:
-        return 1.0
-    return sample_square(form, n_expert, top_k, tau)
+    groups = (config.router_groups, config.router_group_k)
+    return c * math.sqrt(sample_square(form, config.n_expert, config.top_k, tau, groups))
 
 
 @cache
@@ -117,22 +80,6 @@ def sample_square(
         variance = max(total_of_squares / count - mean**2, 0)
         if math.sqrt(variance / count) <= PRECISION * mean:
             return mean
-
-
-def gate_sum(router: str, n_expert: int, top_k: int, tau: float, power: int = 1) -> float:
-    """E Σ g^power of the gates, power 1 or 2, of kern, kern-norelu, sigmoid, tanh or softmax.
-
-    KERN's is free of τ.
-    """
-    # SciPy is slow to import, and most runs do without model.gate_norm
-    from common.quadrature import Z, mean_norm, softmax_moments, top_sum
-
-    if router in ELEMENTWISE:
-        return top_sum(ELEMENTWISE[router](tau * Z) ** power, n_expert, top_k)
-    if router == "softmax":
-        return softmax_moments(n_expert, top_k, tau)[power - 1]
-    # fact 2 of common/quadrature.py: direction and length are independent
-    return top_sum(NUMERATORS[router](Z) ** power, n_expert, top_k) / mean_norm(n_expert, power)
 
 
 def score_deviation(config: ModelConfig) -> float:

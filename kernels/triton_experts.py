@@ -50,8 +50,7 @@ class Tile(NamedTuple):
 
 
 # By compute capability. Not autotuned: timings would then choose the order of sums, and so their
-# bits. Widths are powers of two or, of kernels that multiply in two parts, 1.5 times that. `python
-# -m tools.aot` shows the resources of each.
+# bits. Widths are powers of two or, of kernels that multiply in two parts, 1.5 times that.
 #
 # 8.0: the tiles also fit the 99 KB of shared memory of 8.6, 8.9 and 12.0. 9.0: two blocks of `up`
 # and of `down_grad` fit on a multiprocessor, so that one's epilogue overlaps with the other's

@@ -7,7 +7,7 @@ Triton's interpreter, in which tests run the kernels on a CPU, is not a GPU. Kno
   third.
 - It runs programs one after another. Kernels use no atomics and no value of another program.
 - It makes no constants of arguments that are 1, and assumes nothing of pointers that are multiples
-  of 16. tests/test_aot.py compiles both.
+  of 16. tests/test_spills.py compiles both.
 - Its exponentials and divisions are exact, its float32 products, too. Tests marked `gpu` compare
   those of a GPU.
 """

@@ -789,7 +789,7 @@ def test_tokenizer_needs_no_code_and_saved_models_no_other(exported, tmp_path):
 )
 def test_lora_on_experts(exported, tmp_path, overrides):
     """PEFT trains each factor, and the merged, saved model has the logits of the adapted one."""
-    peft = pytest.importorskip("peft", reason="see scripts/clients.sh")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
     _, out = exported(*overrides)
     up = "experts.gate_up_proj" if MODERN[0] in overrides else "experts.up_proj"
     config = peft.LoraConfig(

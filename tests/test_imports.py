@@ -20,7 +20,7 @@ LEVELS = [  # a file may import its own level and those before
     {"report"},
     {"eval"},
     {"hf"},
-    {"scripts", "studies", "tools", "track", "train"},
+    {"scripts", "tools", "track", "train"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 

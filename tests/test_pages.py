@@ -231,16 +231,14 @@ def test_the_keys_that_the_pages_name_exist():
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_the_options_that_the_pages_name_exist(monkeypatch):
     """Of any command: a table names the options of several."""
-    pytest.importorskip("triton")  # tools.aot's
     monkeypatch.chdir(REPO_ROOT)
     options = {"--fresh", "--help"} | OTHER_OPTIONS
     for file in sorted(FILES):
-        is_command = file.startswith(("data/", "eval/", "scripts/", "studies/", "tools/", "track/"))
+        is_command = file.startswith(("data/", "eval/", "scripts/", "tools/", "track/"))
         if is_command and file.endswith(".py") and "run_command(" in (REPO_ROOT / file).read_text():
             module = file.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
-            if module != "studies.command":
-                options |= find_options(module, monkeypatch)
-    for module in ("scripts.report", "scripts.export", "studies.best"):
+            options |= find_options(module, monkeypatch)
+    for module in ("scripts.report", "scripts.export"):
         options |= find_options(module, monkeypatch)
     faults = []
     for page, text in PAGES.items():

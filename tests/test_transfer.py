@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,14 +12,6 @@ from runtime.distributed import Ranks
 from runtime.optimizers import build_optimizer, find_group
 from runtime.parallel import allocate_parameters
 from runtime.state import build_model, initialize
-from studies.coordinates import (
-    BASE,
-    LEARNED,
-    compare_widths,
-    find_spreads,
-    make_optim,
-    train_and_measure,
-)
 
 STD = 0.06
 OUT = STD / math.sqrt(2 * 2)  # of residual projections in a base of two layers
@@ -168,61 +159,3 @@ def test_a_constant_of_the_router_changes_nothing(name):
             model = SMALL.model_copy(update={"router": router})
             losses.append(train(model, optim, dtype=torch.float64)[0])
         assert (losses[0] == pytest.approx(losses[1], rel=1e-6)) == (transfer == "mup")
-
-
-def test_spreads_are_between_any_two_widths_at_one_step():
-    sizes = np.ones((3, LEARNED + 2))  # (widths, steps)
-    sizes[1, 0] = 8.0
-    sizes[1:, LEARNED] = 0.5, 1.5
-    wanted = {"logits": 8.0, f"logits, from step {LEARNED}": 3.0, "gates": 8.0}
-    assert find_spreads({"logits": sizes, "gates": sizes}) == wanted
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_activations_keep_their_size_over_widths(name):
-    """A factor of 1.3 at most over 64 to 256 channels, and far more without transfer."""
-    spreads = {}
-    for transfer in ("mup", "none"):
-        optim = make_optim(BASE, name, transfer)
-        spreads[transfer] = find_spreads(compare_widths(BASE, optim, [64, 128, 256], 2))
-    initial = spreads["mup"].pop("logits")
-    assert 1.3 < initial < 2.5  # a factor of 2 = √(256 / 64) before the first step, by design
-    assert max(spreads["mup"].values()) < 1.3, spreads["mup"]
-    assert spreads["none"]["after block 2"] > 3
-    assert spreads["none"][f"logits, from step {LEARNED}"] > 1.5
-
-
-@pytest.mark.integration
-def test_activations_keep_their_size_over_hidden_widths():
-    """A factor of 1.3 at most up to 8 times the base's K·H, and more without base_hidden."""
-    optim = make_optim(BASE, "adamw", "mup")
-    spreads = {}
-    for knows_base in (True, False):
-        rows = []
-        for hidden in (16, 32, 128):
-            model = BASE.model_copy(update={"expert_hidden": hidden})
-            base_hidden = BASE.active_hidden if knows_base else model.active_hidden
-            own_optim = optim.model_copy(update={"base_hidden": base_hidden})
-            last_squares = [train_and_measure(model, own_optim, seed)[-1] for seed in range(2)]
-            rows.append(np.mean([row["after block 1"] for row in last_squares]) ** 0.5)
-        spreads[knows_base] = max(rows) / min(rows)
-    assert spreads[True] < 1.3
-    assert spreads[False] > 1.6
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_activations_keep_their_size_over_experts_and_top_k(name):
-    """A factor of 1.3 at most over 8 and 64 experts with 2 and 8 chosen, at one K·H."""
-    optim = make_optim(BASE, name, "mup")
-    rows = []
-    for n_expert, top_k in ((8, 2), (8, 8), (64, 2), (64, 8)):
-        sizes = {"n_expert": n_expert, "top_k": top_k, "expert_hidden": 32 // top_k}
-        model = BASE.model_copy(update=sizes)
-        runs = [train_and_measure(model, optim, seed) for seed in range(2)]
-        squares = np.zeros((len(runs), len(runs[0])))
-        for row, run in zip(squares, runs, strict=True):
-            row[:] = [step["after block 2"] for step in run]
-        rows.append(np.sqrt(squares.mean(axis=0)))
-    assert (np.max(rows, axis=0) / np.min(rows, axis=0)).max() < 1.3

@@ -1,1 +1,0 @@
-"""Configs, records, tables and pictures of the studies behind docs/results.md."""
