@@ -243,7 +243,7 @@ def test_the_options_that_the_pages_name_exist(monkeypatch):
     faults = []
     for page, text in PAGES.items():
         for code in re.findall(r"`([^`\n]+)`", text):
-            if code.split()[0] in OTHER_PROGRAMS:
+            if code.split()[0] in OTHER_PROGRAMS or code.startswith("studies."):  # at e125ff1
                 continue
             for option in re.findall(r"(?<!\S)(--[a-z][\w-]*)(?![\w.-])", code):
                 if option not in options:
