@@ -249,7 +249,6 @@ class Router(nn.Module):
         self.linear: Linear = F.linear  # or `kernels.linear`: as exact, faster on a GPU
         # (N, K) experts that take the place of the choice, see eval/traces.py
         self.replay: Tensor | None = None
-        self.round_robin = False  # train.force_balance: choose experts 0 to K - 1, then the next K
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
         nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(n_expert)) if spec.bias else None
@@ -275,7 +274,7 @@ class Router(nn.Module):
         """
         with torch.autocast(x.device.type, enabled=False):
             logits = self._logits(x)  # (N, E)
-            given = self._given_experts(ids, len(x))
+            given = self._given_experts(ids)
             if given is None and self.fused is not None:
                 routing = self._choose_fused(logits, n_sequence)
                 if routing is not None:
@@ -288,11 +287,8 @@ class Router(nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         return self.linear(x.to(dtype), self.weight.to(dtype), bias)
 
-    def _given_experts(self, ids: Tensor | None, n_token: int) -> Tensor | None:
-        """Experts (N, K) that do not depend on scores: of a trace, in turn, or of a hash table."""
-        if self.round_robin and self.replay is None:
-            turns = torch.arange(n_token * self.top_k, device=self.weight.device)
-            return (turns % len(self.weight)).view(n_token, self.top_k)
+    def _given_experts(self, ids: Tensor | None) -> Tensor | None:
+        """Experts (N, K) that do not depend on scores: of a trace or a hash table."""
         if self.replay is not None or self.hash_table is None:
             return self.replay
         return self.hash_table[ids].flatten(0, -2)

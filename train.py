@@ -197,7 +197,7 @@ def forward_backward(
             loads = count_step_loads(state, micro_batches)
         for number, (x, y) in enumerate(micro_batches):
             last = number == accumulation - 1
-            set_gradient_sync(state.runner, state.compute.parallel, last, train.reduce_dtype)
+            set_gradient_sync(state.runner, state.compute.parallel, last)
             loss, row = state.graph.run(passes, x, y, loads)
             losses.append(loss)
             stats.vector += row

@@ -100,7 +100,6 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
         *_check_balance(config.model, config.train),
         *_check_batch(config.train, world_size),
         *_check_expert_parallel(config.model, config.train),
-        *_check_forced_balance(config),
         *_check_warmup(config),
         *_check_router_groups(config.model, config.train),
         *_check_tasks(config),
@@ -144,14 +143,6 @@ def _check_expert_parallel(model: Model, train: Train) -> Iterator[str]:
         yield (
             f"model.n_expert = {model.n_expert} does not divide among train.expert_parallel = {n} "
             f"ranks; set --train.expert_parallel={gcd(model.n_expert, n)}"
-        )
-
-
-def _check_forced_balance(config: Config) -> Iterator[str]:
-    if config.train.force_balance and config.eval.tasks:
-        yield (
-            f"eval.tasks = {config.eval.tasks}: train.force_balance is only to measure speed; set "
-            "one of --eval.tasks= and --train.force_balance=false"
         )
 
 

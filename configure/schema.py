@@ -441,10 +441,6 @@ class Train(Section):
         ge=1,
         resume=True,
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = key(
-        "float32",
-        "type in which gradients are summed over ranks; bfloat16 sends half the bytes, and rounds",
-    )
     activation_checkpointing: bool = key(
         False, "keep only blocks' inputs and recompute the rest", resume=True
     )
@@ -481,10 +477,6 @@ class Train(Section):
         report="option",
         track_option=True,
     )
-    force_balance: bool = key(
-        False,
-        "only to measure speed: tokens go to experts in turn, whatever their scores",
-    )
     bias_update_rate: float = key(
         0.0,
         "step of the selection bias under sign; 0 disables",
@@ -511,9 +503,6 @@ class Train(Section):
         "steps whose checkpoints stay, as 800,1600",
         pattern=r"^(\d+(,\d+)*)?$",
         resume=True,
-    )
-    on_save_error: Literal["stop", "warn"] = key(
-        "stop", "what to do when a checkpoint cannot be written", resume=True
     )
     ema_decay: float = key(
         0.0,

@@ -133,11 +133,6 @@ def load_model(
     folder = Path(folder)
     check_is_run(folder)
     config = configure.load_recorded(folder / "config.toml")
-    if config.train.force_balance:
-        raise RunError(
-            f"{folder}: trained with train.force_balance = true, to measure speed: experts were "
-            "chosen in turn, so its losses say nothing; train with --train.force_balance=false"
-        )
     _check_mean(config, folder, average, ema)
     checkpoints = folder / "checkpoints"
     steps = _choose_steps(folder, step, average)

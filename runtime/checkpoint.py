@@ -89,13 +89,12 @@ class Saver(AbstractContextManager["Saver"]):
             folder: runs/<name>/checkpoints.
             ranks: this rank and the others.
             sharded: each rank writes its part of the tensors; otherwise rank 0 writes them alone.
-            train: which checkpoints stay (keep_checkpoints, keep_steps), and what a failed save
-                does (on_save_error).
+            train: which checkpoints stay (keep_checkpoints, keep_steps).
         """
         self.folder = folder
         self.ranks = ranks
         self.timeout = 60 * train.timeout_minutes  # seconds
-        self.on_error = train.on_save_error
+        self.raises = True  # a failed save
         self.keep = train.keep_checkpoints
         self.keep_steps = train.kept_steps
         self.first = ranks.rank == 0
@@ -119,7 +118,7 @@ class Saver(AbstractContextManager["Saver"]):
         if error is None:
             self.finish()
         elif self.writers is None or on_all_ranks:
-            self.on_error = "warn"  # the error that is already raised must not be replaced
+            self.raises = False  # the error that is already raised must not be replaced
             with suppress(RunError):
                 self._wait(self.ranks._replace(control=None))
 
@@ -141,7 +140,7 @@ class Saver(AbstractContextManager["Saver"]):
             metadata: everything else, as JSON can hold it.
 
         Raises:
-            RunError: the previous save failed, and `on_error` is "stop".
+            RunError: the previous save failed.
         """
         self.wait()
         self.failure = None
@@ -166,16 +165,15 @@ class Saver(AbstractContextManager["Saver"]):
     def wait(self) -> None:
         """Wait until the current save is complete on all ranks.
 
-        Raises RunError if it hangs, or if it failed and `on_error` is "stop".
+        Raises RunError if it hangs or failed.
         """
         self._wait(self.ranks)
 
     def finish(self) -> None:
         """Wait until the last save is complete on all ranks.
 
-        Raises RunError if it hangs or failed, whatever `on_error`.
+        Raises RunError if it hangs or failed.
         """
-        self.on_error = "stop"
         self.wait()
         if self.failure:
             raise self.failure
@@ -226,7 +224,7 @@ class Saver(AbstractContextManager["Saver"]):
         self.pending = None
         for warning in self.warnings:
             print(f"warning: {warning}", flush=True)
-        if self.failure and self.on_error == "stop":
+        if self.failure and self.raises:
             raise self.failure
         if self.failure and self.first:
             print(f"warning: {self.failure}", flush=True)
@@ -258,8 +256,7 @@ class Saver(AbstractContextManager["Saver"]):
                 shutil.rmtree(temporary, ignore_errors=True)
             self.failure = RunError(
                 f"{path}: the checkpoint could not be written ({_last_line(error)}). Older ones "
-                "are intact. Make room on the disk and start the run again; train.on_save_error = "
-                "warn would continue without"
+                "are intact. Make room on the disk and start the run again"
             )
         self.seconds = time.monotonic() - start
 

@@ -1,6 +1,6 @@
 """Distribute a model over ranks: DDP replicates it, FSDP2 shards every tensor.
 
-Both average gradients in fp32 by default (train.reduce_dtype).
+Both average gradients in fp32.
 
 ZeRO-2 (arXiv 1910.02054) is FSDP2 with reshard_after_forward=False. HSDP uses it when a step has
 one micro-batch.
@@ -17,7 +17,6 @@ import torch
 import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -132,7 +131,6 @@ def distribute(
     dtype: torch.dtype,
     compile: bool = False,
     accumulates: bool = True,
-    reduce_dtype: torch.dtype = torch.float32,
     expert_parallel: int = 1,
     initialize: Callable[[GPT], object] = lambda model: None,
     trial: bool = False,
@@ -147,7 +145,6 @@ def distribute(
         dtype: the type that autocast computes in.
         compile: compile each block.
         accumulates: a step has several micro-batches.
-        reduce_dtype: the type that gradients are summed in over ranks.
         expert_parallel: consecutive ranks that share one set of experts.
         initialize: gives the model's parameters, sharded on the device, their values.
         trial: leave everything on this rank, wrapped as if the others had parts or copies.
@@ -166,22 +163,20 @@ def distribute(
             sizes = {"replicate": n_node, "shard": ranks.local_size}
         mesh = build_mesh(sizes, ranks, trial)
         hold = holds_weights(parallel, accumulates)
-        _shard(model, mesh, expert_mesh, ranks.world_size, dtype, hold, reduce_dtype)
+        _shard(model, mesh, expert_mesh, ranks.world_size, dtype, hold)
     if parallel == "ddp" or model.head.is_meta:
         allocate_parameters(model, ranks.device)
     initialize(model)
     runner: nn.Module = model
     if parallel == "ddp" and not trial:
-        runner = _replicate(model, ranks, reduce_dtype, expert_mesh)
+        runner = _replicate(model, ranks, expert_mesh)
     if expert_mesh is not None and not has_shards(expert_mesh):
         group = expert_mesh.get_group("replicate")
-        average_gradients(runner, expert_parameters(model), group, ranks.world_size, reduce_dtype)
+        average_gradients(runner, expert_parameters(model), group, ranks.world_size)
     return runner
 
 
-def _replicate(
-    model: GPT, ranks: Ranks, reduce_dtype: torch.dtype, expert_mesh: DeviceMesh | None
-) -> nn.Module:
+def _replicate(model: GPT, ranks: Ranks, expert_mesh: DeviceMesh | None) -> nn.Module:
     """Wrap the model in DDP if there are several ranks; with an `expert_mesh` except experts."""
     if ranks.world_size == 1:
         return model
@@ -195,9 +190,7 @@ def _replicate(
     names = [*experts, *unaligned]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     runner = DistributedDataParallel(model, **DDP_OPTIONS)
-    average_gradients(runner, unaligned, None, ranks.world_size, reduce_dtype)
-    if reduce_dtype == torch.bfloat16:
-        runner.register_comm_hook(None, _reduce_in_bfloat16)
+    average_gradients(runner, unaligned, None, ranks.world_size)
     return runner
 
 
@@ -267,7 +260,6 @@ def average_gradients(
     parameters: Mapping[str, nn.Parameter],
     group: dist.ProcessGroup | None,
     world_size: int,
-    reduce_dtype: torch.dtype,
 ) -> None:
     """Sum gradients over `group` (None: all ranks) and divide by `world_size`, in a last pass.
 
@@ -283,28 +275,12 @@ def average_gradients(
         assert parameter.grad is not None, "called after it was added to"
         gradient = local_part(parameter.grad)
         gradient /= world_size
-        summed = gradient
-        if reduce_dtype == torch.bfloat16:
-            summed = gradient.bfloat16()
-        work: Any = dist.all_reduce(summed, group=group, async_op=True)
-
-        def finish() -> None:
-            work.wait()
-            if summed is not gradient:
-                gradient.copy_(summed)
-
+        work: Any = dist.all_reduce(gradient, group=group, async_op=True)
         # called at the end of the backward pass, as DDP's
-        torch.autograd.Variable._execution_engine.queue_callback(finish)  # pyrefly: ignore[missing-attribute]
+        torch.autograd.Variable._execution_engine.queue_callback(work.wait)  # pyrefly: ignore[missing-attribute]
 
     for parameter in parameters.values():
         parameter.register_post_accumulate_grad_hook(start)
-
-
-def _reduce_in_bfloat16(
-    group: dist.ProcessGroup, bucket: dist.GradBucket
-) -> torch.futures.Future[Tensor]:
-    """Call torch's hook, which DDP refuses by its own name with gloo; gloo can sum bfloat16."""
-    return bf16_compress_hook(group, bucket)
 
 
 def compile_blocks(model: GPT) -> None:
@@ -392,7 +368,6 @@ def _shard(
     world_size: int,
     dtype: torch.dtype,
     hold: bool,
-    reduce_dtype: torch.dtype,
 ) -> None:
     """Shard every parameter along its first dimension, which for experts' weights is the expert.
 
@@ -402,6 +377,7 @@ def _shard(
     gathered weights. With an `expert_mesh` (`plan_expert_grid`) a rank's experts are sharded over
     the ranks that have the same ones.
     """
+    reduce_dtype = torch.promote_types(dtype, torch.float32)
     fp32 = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     half = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
@@ -446,15 +422,11 @@ def warm_up_ddp_buckets(runner: nn.Module, shape: tuple[int, int], device: torch
         (loss * 0).backward()
 
 
-def set_gradient_sync(
-    runner: nn.Module, parallel: str, last: bool, reduce_dtype: str = "float32"
-) -> None:
+def set_gradient_sync(runner: nn.Module, parallel: str, last: bool) -> None:
     """Prepare a backward pass: only in the `last` of a step DDP averages gradients over ranks.
 
     FSDP2 averages in every pass, since no rank has room for the full gradients; HSDP across nodes
-    only in the last one, unless `reduce_dtype` is bfloat16: FSDP2 would add up a node's gradients
-    in it, with an error of 3% after 64 passes of equal gradients (simulated, 2026-11-27). ZeRO-2
-    frees its weights in the last one.
+    only in the last one. ZeRO-2 frees its weights in the last one.
     """
     # DDP reads it, and average_gradients
     runner.require_backward_grad_sync = last  # pyrefly: ignore[bad-argument-type]
@@ -462,7 +434,7 @@ def set_gradient_sync(
         if parallel == "zero2":
             runner.set_reshard_after_backward(last)
         elif parallel == "hsdp":
-            runner.set_requires_all_reduce(last or reduce_dtype != "float32")
+            runner.set_requires_all_reduce(last)
 
 
 def gather_model(model: GPT) -> GPT:

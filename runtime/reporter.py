@@ -74,8 +74,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         for tracker in trackers:
             if isinstance(tracker, WandbTracker):
                 self.wandb["wandb"] = tracker.id
-        on_error = config.train.on_save_error
-        self.metrics = Metrics(plan.run.path, resume_step, trackers, on_error, state.metadata)
+        self.metrics = Metrics(plan.run.path, resume_step, trackers, metadata=state.metadata)
         self.bar = progress_bar(
             every=10,
             desc=config.run.name,
@@ -265,8 +264,6 @@ def describe_plan(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     capacity = distributed.memory_bytes(plan.device)
     lines = [summary, f"memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}"]
     lines += describe_kernels(config, plan.device, plan.dtype)
-    if config.train.force_balance:
-        lines.append("warning: train.force_balance: experts are chosen in turn, only to time steps")
     if plan.device.type == "cpu" and plan.dtype == torch.float16:
         lines.append(
             "warning: float16 on a CPU takes 8 to 30 times as long as float32 (--train.dtype=auto)"

@@ -286,20 +286,11 @@ def build_metadata(start: Start, data: Data, threads: int) -> dict[str, Any]:
     return metadata
 
 
-def force_balance(model: GPT) -> None:
-    """Let routers give tokens to experts in turn (train.force_balance); gates stay the scores'."""
-    for block in model.blocks:
-        if isinstance(block.mlp, MoE):
-            block.mlp.router.round_robin = True
-
-
 def build_model(config: Config, document_token: int | None) -> GPT:
     """The model on the CPU, with shapes of parameters in place of parameters."""
     torch.manual_seed(config.run.seed)
     with without_parameters():
         model = GPT(config.model)
-    if config.train.force_balance:
-        force_balance(model)
     model.document_token = document_token
     for block in model.blocks:
         block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
@@ -367,7 +358,6 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         ranks=ranks,
         dtype=plan.dtype,
         accumulates=plan.accumulation > 1,
-        reduce_dtype=getattr(torch, train.reduce_dtype),
         expert_parallel=plan.expert_parallel,
     )
     compiles = choose_compiling(model, config, compute, distribute_model, ranks)

@@ -156,8 +156,6 @@ CASES["triton fsdp-2"] = Case("triton", "fsdp-2", ["model.backend=triton"])
 for way in ("ddp-2", "fsdp-2"):
     CASES[f"blocks {way}"] = Case("blocks", way)
     CASES[f"recomputed {way}"] = Case("blocks", way, ["train.activation_checkpointing=true"])
-for name in ("dense ddp-2", "kern fsdp-2"):
-    CASES[f"{name} bfloat16"] = Case(*name.split(), ["train.reduce_dtype=bfloat16"])
 RESHARDED = {"fsdp-2": ("ddp-2", "fsdp-4"), "ddp-2": ("zero2-2",)}  # saved under: resumed under
 for saved, ways in RESHARDED.items():
     CASES[f"saved {saved}"] = Case(

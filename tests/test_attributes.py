@@ -19,7 +19,7 @@ train.micro_batch_size train.branch_from train.branch_step train.device train.co
 train.cuda_graph train.expert_parallel train.activation_checkpointing train.timeout_minutes
 
 train.checkpoint_interval train.checkpoint_minutes train.keep_checkpoints train.keep_steps
-train.on_save_error train.ema_decay train.deterministic
+train.ema_decay train.deterministic
 eval.interval eval.tasks eval.task_interval eval.task_limit eval.tasks_dir
 log.interval log.wandb log.project log.group log.tensorboard
 """

@@ -91,8 +91,8 @@ class Training:
                 tensor.fill_(number)
 
 
-def saver_in(folder, keep=9, on_error="stop", keep_steps=""):
-    train = Train(keep_checkpoints=keep, on_save_error=on_error, keep_steps=keep_steps)
+def saver_in(folder, keep=9, keep_steps=""):
+    train = Train(keep_checkpoints=keep, keep_steps=keep_steps)
     return checkpoint.Saver(folder, ALONE, sharded=False, train=train)
 
 

@@ -339,9 +339,6 @@ CLASHES = """
 --train.branch_from=x --optim.schedule=wsd --train.max_steps=600 --train.branch_step=400
     optim.warmup_steps = 500 is more than the 400 steps before the decay; set
     --optim.warmup_steps=40
---train.force_balance=true --eval.tasks=a,b
-    eval.tasks = a,b: train.force_balance is only to measure speed; set one of --eval.tasks=
-    and --train.force_balance=false
 --train.expert_parallel=48 --model.n_expert=64
     model.n_expert = 64 does not divide among train.expert_parallel = 48 ranks; set
     --train.expert_parallel=16
@@ -446,7 +443,7 @@ RANGES = {  # of keys that are no choice
     "log.group",
     "object": "data.mix",
     "boolean": "model.gated model.tie_embeddings model.bias data.document_mask train.match_gates "
-    "train.activation_checkpointing train.force_balance train.deterministic "
+    "train.activation_checkpointing train.deterministic "
     "optim.muon_experts log.tensorboard",
     "integer >= -1": "train.checkpoint_interval",
     "integer >= 0": "train.branch_step optim.base_width optim.base_hidden optim.base_layers "

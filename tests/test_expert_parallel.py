@@ -267,7 +267,6 @@ def copy_full(tensors: dict[Tensor, Any], names: dict[Tensor, str]) -> dict[str,
 def distribute_in_float64(
     model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype, **options: Any
 ) -> nn.Module:
-    options["reduce_dtype"] = torch.float64
     return DISTRIBUTE(model, parallel, ranks, torch.float64, **options)
 
 

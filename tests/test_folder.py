@@ -141,7 +141,6 @@ run.dir data.dir eval.interval eval.tasks eval.task_interval eval.task_limit eva
 log.interval log.wandb log.project log.group log.tensorboard
 train.max_steps train.micro_batch_size train.parallel train.compile train.activation_checkpointing
 train.expert_parallel train.device train.cuda_graph train.deterministic train.timeout_minutes
-train.on_save_error
 train.checkpoint_interval train.checkpoint_minutes train.keep_checkpoints train.keep_steps
 """  # as docs/reliability.md has them
 

@@ -121,7 +121,7 @@ def compare(way: str, optim: Optim, ranks: Ranks) -> None:
     """Train both on the same batches, and assert that weights are equal after each step."""
     model = build_model()
     reference = Reference(optim)
-    runner = parallel.distribute(model, way, ranks, torch.float64, reduce_dtype=torch.float64)
+    runner = parallel.distribute(model, way, ranks, torch.float64)
     optimizer = build_optimizer(model, optim)
     for group in optimizer.param_groups:
         group["lr"] = LR

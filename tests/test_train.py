@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 import train
 from balance import Stats
-from configure import ConfigError
 from configure.schema import Optim, Train
 from data.bins import open_tokens
 from data.loader import Loader, fixed_windows, windows
@@ -716,15 +715,3 @@ def test_commands_take_the_mean(tiny, tmp_path, call):
     ]
     assert keys[1].pop("ema") and keys[0] == keys[1]
     assert "--ema with --average 2" in call(sample.main, trained, "--ema", "--average", 2, code=2)
-
-
-def test_forced_balance_sends_equal_loads_and_is_refused_by_evaluation(tiny, capsys):
-    config = tiny("train.force_balance=true", "model.router=kern", "model.n_hash_layer=1")
-    for line in run(config):
-        for loads in line.get("router/loads", []):
-            assert len(set(loads)) == 1, loads
-    assert "train.force_balance: experts are chosen in turn" in capsys.readouterr().out
-    with pytest.raises(RunError, match="force_balance = true"):
-        load_model(path_of(config))
-    with pytest.raises(ConfigError, match="eval.tasks = .*only to measure speed"):
-        tiny("train.force_balance=true", "eval.tasks=blimp")

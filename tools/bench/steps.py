@@ -19,7 +19,7 @@ from runtime import RunError, distributed
 from runtime.graph import WARM_UP, StepGraph, can_capture
 from runtime.optimizers import build_optimizer, choose_copy_dtype
 from runtime.parallel import compile_blocks
-from runtime.state import SelectionBias, force_balance
+from runtime.state import SelectionBias
 from runtime.statistics import Statistics
 from runtime.updates import Updates
 from tools.bench.harness import Benchmark, divide
@@ -52,8 +52,6 @@ class Step:
             model = GPT(config.model)
         if config.data.document_mask:
             model.document_token = 0
-        if config.train.force_balance:
-            force_balance(model)
         for block in model.blocks:
             block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
         if distributed.pick_compile(config.train.compile, self.device):
