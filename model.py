@@ -9,7 +9,7 @@ experts, K = top_k, H = expert_hidden, V = vocab_size, L = n_layer.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -361,73 +361,3 @@ def stack_stats(layers: list[Stats | None], device: torch.device) -> Stats:
         values = [getattr(stats, name) for stats in rows]
         fields[name] = None if values[0] is None else torch.stack(values)
     return Stats(**fields)
-
-
-def build_block_kinds(config: ModelConfig) -> tuple[GPT, list[int]]:
-    """A GPT without values that has one block of each kind, and each layer's index among them.
-
-    Blocks differ in shape only by being dense, and by the table of a hash layer, which is left out.
-    1,024 blocks last seconds to build, their hash tables minutes (2 cores, 2026-11-27).
-    """
-    n_dense = dense_layers(config)
-    has_both = 0 < n_dense < config.n_layer
-    kinds = {"n_layer": 1 + has_both, "n_dense_layer": min(n_dense, 1), "n_hash_layer": 0}
-    with torch.device("meta"):
-        model = GPT(config.model_copy(update=kinds))
-    return model, [int(has_both and layer >= n_dense) for layer in range(config.n_layer)]
-
-
-@lru_cache(maxsize=1)  # a run asks for those of its config three times
-def parameter_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Shape of each parameter of GPT(config) by name, without allocating them."""
-    model, kind_of_layer = build_block_kinds(config)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, module in model.named_children():
-        if name != "blocks":
-            shapes |= list_shapes(module, name)
-            continue
-        for layer, kind in enumerate(kind_of_layer):
-            shapes |= list_shapes(model.blocks[kind], f"blocks.{layer}")
-    return shapes
-
-
-def list_shapes(module: nn.Module, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter of a module by its name below `prefix`."""
-    return {f"{prefix}.{name}": tuple(p.shape) for name, p in module.named_parameters()}
-
-
-def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Count (total, active) parameters; active ones include K of E experts.
-
-    A tied embedding counts once.
-    """
-    shapes = parameter_shapes(config)
-    total = sum(math.prod(shape) for shape in shapes.values())
-    return total, count_active(config, shapes)
-
-
-def count_active(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Parameters among `shapes` that act on a token: all, but K of E experts."""
-    active = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape)
-        if ".experts." in name:
-            size = size // config.n_expert * config.top_k
-        active += size
-    return active
-
-
-def flops_per_token(config: ModelConfig) -> int:
-    """Floating-point operations of one training step per token.
-
-    6 per active matrix weight (2 forward, 4 backward), including the LM head but not embedding
-    look-ups, and 12·L·T·C for attention, without halving it for causality.
-
-    Source: PaLM (arXiv 2204.02311), App. B.
-    """
-    matrices = {}
-    for name, shape in parameter_shapes(config).items():
-        if name.startswith("blocks.") and len(shape) > 1:
-            matrices[name] = shape
-    weights = count_active(config, matrices) + config.vocab_size * config.n_embd
-    return 6 * weights + 12 * config.n_layer * config.block_size * config.n_embd

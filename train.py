@@ -255,8 +255,11 @@ def train(
         ranks = stack.enter_context(
             distributed.process_group(plan.device, config.train.timeout_minutes)
         )
-        agreed = f"train.parallel = {plan.parallel}, {plan.run.path.name} at step {plan.last_step}"
-        distributed.check_agreement(agreed, ranks)
+        distributed.check_agreement(
+            f"train.parallel = {config.train.parallel}, {plan.run.path.name} at step "
+            f"{plan.last_step}",
+            ranks,
+        )
         with distributed.share_errors(ranks):
             stack.enter_context(plan.run.claim(ranks))
             if ranks.rank == 0:

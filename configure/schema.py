@@ -428,11 +428,10 @@ class Train(Section):
         "replay forward and backward pass as a CUDA graph, on one GPU; auto: where memory allows",
         resume=True,
     )
-    parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = key(
-        "auto",
+    parallel: Literal["ddp", "zero2", "fsdp", "hsdp"] = key(
+        "ddp",
         "ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: also weights; "
-        "hsdp: fsdp (zero2 if a step is one micro-batch) within a node, ddp across nodes; "
-        "auto: the first that fits",
+        "hsdp: fsdp (zero2 if a step is one micro-batch) within a node, ddp across nodes",
         resume=True,
     )
     expert_parallel: int = key(
@@ -530,6 +529,12 @@ class Train(Section):
         if isinstance(value, bool | str):
             return {"true": "on", "false": "off"}.get(str(value).lower(), value)
         return value
+
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _replace_auto(cls, value: Any) -> Any:
+        """Runs of before 2026-11-29 recorded "auto", which on most ranks was ddp."""
+        return "ddp" if value == "auto" else value
 
     @property
     def kept_steps(self) -> frozenset[int]:

@@ -1,9 +1,8 @@
 """Load a run's model for evaluation: one checkpoint, the mean of several, or the EMA."""
 
 import argparse
-import sys
 from collections.abc import Mapping
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,14 +97,8 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def set_up_device(args: argparse.Namespace) -> torch.device:
-    """Return the device of --device, and set the number of threads on a CPU.
-
-    Raises RunError if there is no such device.
-    """
-    device = distributed.pick_device(args.device)
-    with redirect_stdout(sys.stderr):  # stdout is for the command's results
-        distributed.choose_threads(device, None)
-    return device
+    """Return the device of --device. Raises RunError if there is no such device."""
+    return distributed.pick_device(args.device)
 
 
 def load_model(
@@ -145,9 +138,6 @@ def load_model(
         state, metadata = _open_states(checkpoints, steps, model, ema)
     else:
         metadata = checkpoint.restore_weights(checkpoints, steps[-1], model, ema)
-    bias = checkpoint.describe_ema_bias(metadata, config.train.ema_decay, steps[-1]) if ema else ""
-    if bias:
-        print(f"warning: {folder}: {bias}; use a later checkpoint, --average K or no --ema")
     if average > 1 and not lazy:
         sums = {name: tensor.double() for name, tensor in model.state_dict().items()}
         for other in steps[:-1]:

@@ -19,7 +19,6 @@ MEASURES = {  # besides the losses: {name in metrics.jsonl: (in words, format)}
     "val_ema/loss": ("validation loss of averaged weights", ".4f"),
     "router/entropy": ("entropy of routing scores, nats", ".3f"),
     "router/gamma": ("γ, mean over layers", ".3f"),
-    "router/expert_signal": ("signal fraction of experts' gradients", ".3f"),
 }
 LOSSES_AND_SCORES = re.compile(r"val/.+/loss|tasks/.+/(acc|bits_per_byte)")  # names by set and task
 
@@ -157,7 +156,7 @@ def build_measure_table(group: Group) -> Table:
 
 def describe_group(group: Group) -> str:
     """The text, the length of training, the validation windows and the models' sizes."""
-    from model import count_parameters  # imports torch
+    from runtime.memory import count_parameters  # imports torch
 
     run = group.shown_runs[0]
     tokens = run.config.train.batch_size * run.config.model.block_size

@@ -10,7 +10,6 @@ Reading one executes nothing: torch's readers would unpickle anything, ours acce
 """
 
 import hashlib
-import io
 import logging
 import math
 import os
@@ -21,7 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from enum import Enum
 from functools import cached_property, partial
@@ -33,14 +32,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._pytree import tree_map
 
 from common.files import check_regular, sync_folder, write_atomic
@@ -56,12 +53,8 @@ from runtime.manifest import (
     steps,
 )
 
-EMA_CORRECTED = "ema_corrected"  # key of the metadata: the EMA has no part of the initial weights
-# A save may last as long as it makes progress, which `Saver` watches.
-SAVE_TIMEOUT = timedelta(days=365)
-# Written bytes are synced in parts of this size, so that progress is what the disk has taken. With
-# the default timeout a disk of 0.5 MB/s is still slow and not hung; not measured.
-SYNC_BYTES = 2**28
+# A save that lasts this many times train.timeout_minutes hangs: one hour by default; not measured.
+LONGEST_SAVE = 6
 POLL_SECONDS = 0.05  # between two looks at a save that all ranks wait for
 
 # torch warns if one process saves alone, which is intended here, and logs tracebacks of errors that
@@ -78,8 +71,7 @@ class Saver(AbstractContextManager["Saver"]):
     the save as well. After any other error another rank may be lost, and a save that needs it is
     given up: its partial folder stays until the next start.
 
-    A save may be slow. One that makes no progress on any rank for train.timeout_minutes hangs, and
-    ends the run.
+    A save may be slow. One that lasts LONGEST_SAVE · train.timeout_minutes ends the run.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, sharded: bool, train: Train) -> None:
@@ -93,7 +85,7 @@ class Saver(AbstractContextManager["Saver"]):
         """
         self.folder = folder
         self.ranks = ranks
-        self.timeout = 60 * train.timeout_minutes  # seconds
+        self.limit = 60 * LONGEST_SAVE * train.timeout_minutes  # seconds of a save
         self.raises = True  # a failed save
         self.keep = train.keep_checkpoints
         self.keep_steps = train.kept_steps
@@ -101,17 +93,12 @@ class Saver(AbstractContextManager["Saver"]):
         self.writes = sharded or self.first
         self.writers: Any = None  # the group that writes together
         if sharded and ranks.world_size > 1:
-            timeout = timedelta(seconds=self.timeout)
-            group: Any = dist.new_group(backend="gloo", timeout=timeout)
-            _set_pg_timeout(SAVE_TIMEOUT, group)
-            self.writers = group
+            self.writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.limit))
         self.pending: threading.Thread | None = None  # writes the current save
         self.failure: RunError | None = None  # failure of the last save
         self.seconds = 0.0  # that this rank's last save lasted; infinite while one is written
         self.warnings: list[str] = []  # of the last save
-        self.progress = 0  # counts what this rank's saves have done
-        self.seen_progress = 0
-        self.moved_at = 0.0  # time.monotonic() of the last progress on any rank
+        self.started = 0.0  # time.monotonic() of the current save
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         on_all_ranks = isinstance(error, RunError) and not isinstance(error, RankError)
@@ -144,16 +131,15 @@ class Saver(AbstractContextManager["Saver"]):
         """
         self.wait()
         self.failure = None
-        self.moved_at = time.monotonic()
+        self.started = time.monotonic()
         if self.writes:
-            start = time.monotonic()
             self.seconds = math.inf
             state = tree_map(_copy_to_host, collect_tensors(model, optimizers, tensors))
             # A daemon: stuck in a collective, another thread would keep the process alive for an
             # hour. It is joined before the interpreter ends, since a daemon that still frees
             # tensors then aborts the process.
             self.pending = threading.Thread(
-                target=self._save, args=(step, state, metadata, start), daemon=True
+                target=self._save, args=(step, state, metadata), daemon=True
             )
             self.pending.start()
 
@@ -178,40 +164,24 @@ class Saver(AbstractContextManager["Saver"]):
         if self.failure:
             raise self.failure
 
-    def describe_progress(self) -> list[bool]:
-        """Two flags: this rank's save has moved since the last call; it hangs.
-
-        The ranks exchange them, and `note_progress` hears of the result.
-        """
-        progress = self.progress
-        moved = progress != self.seen_progress
-        self.seen_progress = progress
-        silent_seconds = time.monotonic() - self.moved_at
-        return [moved, self._is_writing() and not moved and silent_seconds > self.timeout]
-
-    def note_progress(self, moved: bool, hangs: bool) -> None:
-        """Learn the flags of all ranks. Raises RunError, on all of them, if the save hangs."""
-        if moved:
-            self.moved_at = time.monotonic()
-        if hangs:
-            self.pending = None  # nothing waits for it any more
-            raise RunError(
-                f"{self.folder}: the save of a checkpoint hangs: no rank wrote or read any of it "
-                f"for {self.timeout / 60:g} minutes (train.timeout_minutes). Older ones are "
-                "intact. Check the disk and its network, or give a slow one more "
-                "train.timeout_minutes, and start the run again"
-            )
-
     def _is_writing(self) -> bool:
         return self.pending is not None and self.pending.is_alive()
 
     def _wait(self, ranks: Ranks) -> None:
-        """Wait until no save is written on `ranks`, as long as it moves; then report on it."""
+        """Wait until no save is written on `ranks`; then report on it."""
         is_writing = True
         while is_writing:
-            flags = [self._is_writing(), *self.describe_progress()]
-            is_writing, moved, hangs = distributed.any_rank(flags, ranks)
-            self.note_progress(moved, hangs)
+            is_writing = self._is_writing()
+            hangs = is_writing and time.monotonic() - self.started > self.limit
+            is_writing, hangs = distributed.any_rank([is_writing, hangs], ranks)
+            if hangs:
+                self.pending = None  # nothing waits for it any more
+                raise RunError(
+                    f"{self.folder}: the save of a checkpoint hangs: it has lasted more than "
+                    f"{self.limit / 60:g} minutes ({LONGEST_SAVE} times train.timeout_minutes). "
+                    "Older ones are intact. Check the disk and its network, or give a slow one "
+                    "more train.timeout_minutes, and start the run again"
+                )
             if is_writing:
                 time.sleep(POLL_SECONDS)
         self._report()
@@ -229,10 +199,10 @@ class Saver(AbstractContextManager["Saver"]):
         if self.failure and self.first:
             print(f"warning: {self.failure}", flush=True)
 
-    def _save(self, step: int, state: dict, metadata: dict, start: float) -> None:
+    def _save(self, step: int, state: dict, metadata: dict) -> None:
         """Write a checkpoint; the thread `pending` runs it.
 
-        Sets `failure` if that fails, and `seconds`, counted from `start`.
+        Sets `seconds`, and `failure` if that fails.
         """
         _lower_priority()
         if self.ranks.device.type == "cuda":
@@ -245,7 +215,7 @@ class Saver(AbstractContextManager["Saver"]):
             self._on_each_writer(self._make_folder, temporary)
             dcp.save(
                 state,
-                storage_writer=WatchedWriter(temporary, self._note_step),
+                storage_writer=dcp.FileSystemWriter(temporary),
                 process_group=self.writers,
                 no_dist=self.writers is None,
             )
@@ -258,11 +228,7 @@ class Saver(AbstractContextManager["Saver"]):
                 f"{path}: the checkpoint could not be written ({_last_line(error)}). Older ones "
                 "are intact. Make room on the disk and start the run again"
             )
-        self.seconds = time.monotonic() - start
-
-    def _note_step(self) -> None:
-        """Count a step of this rank's save."""
-        self.progress += 1
+        self.seconds = time.monotonic() - self.started
 
     def _make_folder(self, folder: Path) -> None:
         if self.first:
@@ -275,7 +241,7 @@ class Saver(AbstractContextManager["Saver"]):
         paths = list(folder.glob(f"__{rank}_*"))
         if self.first:
             paths.append(folder / ".metadata")
-        return {path.name: _describe_file(path, self._note_step) for path in paths}
+        return {path.name: _describe_file(path) for path in paths}
 
     def _publish(self, step: int, path: Path, files: list[dict], metadata: dict) -> None:
         """Write the manifest, rename the folder, and delete old checkpoints.
@@ -319,61 +285,10 @@ class Saver(AbstractContextManager["Saver"]):
         except OSError as error:
             outcome = error
         outcomes = distributed.gather(outcome, self.writers)
-        self._note_step()
         for fault in outcomes:
             if isinstance(fault, OSError):
                 raise fault
         return outcomes
-
-
-class WatchedWriter(dcp.FileSystemWriter):
-    """torch's writer; it syncs what it writes in parts, and calls `note_step` after each."""
-
-    def __init__(self, path: Path, note_step: Callable[[], object]) -> None:
-        super().__init__(path)
-        self.fs = _WatchedDisk(note_step)
-
-
-class _WatchedDisk(FileSystem):
-    """The files of `WatchedWriter`."""
-
-    def __init__(self, note_step: Callable[[], object]) -> None:
-        self.note_step = note_step
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        """Open a file; one that is written is a `WatchedFile`."""
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        with io.BufferedWriter(WatchedFile(path, "wb", self.note_step)) as stream:
-            yield stream
-
-
-class WatchedFile(io.FileIO):
-    """A file that calls `note_step` after each part that was read, or has reached the disk."""
-
-    def __init__(self, path: str | os.PathLike, mode: str, note_step: Callable[[], object]) -> None:
-        super().__init__(path, mode)
-        self.note_step = note_step
-        self.unsynced = 0  # bytes
-
-    def write(self, data: Any) -> int:
-        """Write the first bytes of `data`, and sync the file after each SYNC_BYTES."""
-        written = super().write(memoryview(data)[: SYNC_BYTES - self.unsynced])
-        self.unsynced += written
-        if self.unsynced >= SYNC_BYTES:
-            os.fsync(self.fileno())
-            self.unsynced = 0
-        self.note_step()
-        return written
-
-    def readinto(self, buffer: Any) -> int:
-        """Read into `buffer`. Returns the number of bytes."""
-        count = super().readinto(buffer)
-        self.note_step()
-        return count
 
 
 def _lower_priority() -> None:
@@ -566,17 +481,6 @@ class LazyTensors(MutableMapping[str, Tensor]):
         return len(self.makers)
 
 
-def describe_ema_bias(metadata: dict[str, Any], decay: float, step: int) -> str:
-    """The part of the initial weights in the EMA of an older run; "" if it has none."""
-    part = decay**step  # if no step was skipped
-    if EMA_CORRECTED in metadata or part < 1e-7:  # less than float32 rounds
-        return ""
-    return (
-        f"its EMA (train.ema_decay = {decay:g}) is from before bias correction: at step {step} the "
-        f"initial weights are {part:.2g} of it"
-    )
-
-
 def collect_tensors(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
@@ -662,10 +566,10 @@ def _find_memory_format(owner: object, name: str) -> Enum:
     return _MEM_FORMAT_ENCODING[name]
 
 
-def _describe_file(path: Path, note_step: Callable[[], object] = int) -> dict[str, Any]:
-    """A file's entry in the manifest; `note_step` is called after each part. Raises OSError."""
+def _describe_file(path: Path) -> dict[str, Any]:
+    """A file's entry in the manifest. Raises OSError."""
     check_regular(path)
-    with WatchedFile(path, "rb", note_step) as file:
+    with open(path, "rb") as file:
         return {
             "bytes": path.stat().st_size,
             "sha256": hashlib.file_digest(file, "sha256").hexdigest(),

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.cores import count_free_cores
 from common.ranks import read_rank_variable
 from common.text import plural
 from configure.schema import Model
@@ -132,29 +131,25 @@ def cpu_capabilities() -> Mapping[str, Any]:
     return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
 
 
-def choose_threads(device: torch.device, recorded: int | None) -> int:
-    """Set torch's threads: on a CPU one per free core. Returns their number.
+def set_threads(device: torch.device, recorded: int | None) -> int:
+    """Give a resumed run on a CPU the threads that it started with. Returns their number.
 
-    Threads wait for each other after each operator, so one that shares its core slows all: on 2
-    cores, next to a busy process, 2 threads need 3.4 times as long as alone, and 1 thread 2 times
-    as long.
+    Another number of threads rounds sums differently. With several ranks, or with OMP_NUM_THREADS
+    or MKL_NUM_THREADS set, the launcher has chosen it.
 
     Args:
-        device: on CUDA nothing is set, nor with several ranks, nor if OMP_NUM_THREADS or
-            MKL_NUM_THREADS is set.
-        recorded: the number that the run started with. The run keeps it, since another number of
-            threads rounds sums differently.
+        device: on CUDA nothing is set.
+        recorded: the number that the run started with; None: torch's default.
     """
     is_set = "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
     possible = torch.get_num_threads()
-    if device.type == "cuda" or world_size() > 1 or is_set:
+    if recorded is None or device.type == "cuda" or world_size() > 1 or is_set:
         return possible
-    threads = min(recorded or count_free_cores() or possible, possible)
+    threads = min(recorded, possible)
     if threads < possible:
-        reason = "as this run began" if recorded else "other processes use the other cores"
         print_once(
-            f"{plural(threads, 'thread')} of {possible}: {reason}; OMP_NUM_THREADS={possible} "
-            "takes all"
+            f"{plural(threads, 'thread')} of {possible}: as this run began; "
+            f"OMP_NUM_THREADS={possible} takes all"
         )
     torch.set_num_threads(threads)
     return threads

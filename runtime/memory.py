@@ -1,4 +1,4 @@
-"""Estimate a training step's GPU memory before it is allocated, and choose a parallelism.
+"""Parameters and FLOPs of a model, and the GPU memory of a training step, before any is allocated.
 
 Weights, gradients and optimizer state are exact. Activations, logits and working copies are counted
 from what autograd saves for the backward pass; docs/scale.md has the terms and the measurements
@@ -6,17 +6,19 @@ they were compared with.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import ceil, gcd, log2, prod
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from attention import kv_heads
 from common.text import format_bytes
 from configure import Config
 from configure.schema import Model
 from kernels.cross_entropy import chunk_rows
-from model import dense_layers
+from model import GPT, dense_layers
 from router import find_spec
 from runtime import RunError, distributed
 from runtime.folder import replace
@@ -26,15 +28,84 @@ from runtime.parallel import holds_weights
 # Fraction of a device's memory. CUDA's context, libraries and fragmentation use the remainder; not
 # measured.
 USABLE = 0.92
-# Traffic with shared experts over traffic without, at which they are chosen. The other half is room
-# for waits of the host, unequal loads and casts in each micro-batch; not measured.
-SHARED_TRAFFIC = 0.5
 # Bytes per element of a copy in autocast's compute type; auto is float16, as on any GPU.
 CAST_BYTES = {"float32": 0, "float16": 2, "bfloat16": 2, "auto": 2}
 
 Shapes = Mapping[str, Sequence[int]]  # {name: shape} of a model's parameters
 
 
+# ---- parameters and arithmetic
+def build_block_kinds(config: Model) -> tuple[GPT, list[int]]:
+    """A GPT without values that has one block of each kind, and each layer's index among them.
+
+    Blocks differ in shape only by being dense, and by the table of a hash layer, which is left out.
+    1,024 blocks last seconds to build, their hash tables minutes (2 cores, 2026-11-27).
+    """
+    n_dense = dense_layers(config)
+    has_both = 0 < n_dense < config.n_layer
+    kinds = {"n_layer": 1 + has_both, "n_dense_layer": min(n_dense, 1), "n_hash_layer": 0}
+    with torch.device("meta"):
+        model = GPT(config.model_copy(update=kinds))
+    return model, [int(has_both and layer >= n_dense) for layer in range(config.n_layer)]
+
+
+@lru_cache(maxsize=1)  # a run asks for those of its config three times
+def parameter_shapes(config: Model) -> Mapping[str, tuple[int, ...]]:
+    """Shape of each parameter of GPT(config) by name, without allocating them."""
+    model, kind_of_layer = build_block_kinds(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, module in model.named_children():
+        if name != "blocks":
+            shapes |= list_shapes(module, name)
+            continue
+        for layer, kind in enumerate(kind_of_layer):
+            shapes |= list_shapes(model.blocks[kind], f"blocks.{layer}")
+    return shapes
+
+
+def list_shapes(module: nn.Module, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter of a module by its name below `prefix`."""
+    return {f"{prefix}.{name}": tuple(p.shape) for name, p in module.named_parameters()}
+
+
+def count_parameters(config: Model) -> tuple[int, int]:
+    """Count (total, active) parameters; active ones include K of E experts.
+
+    A tied embedding counts once.
+    """
+    shapes = parameter_shapes(config)
+    total = sum(prod(shape) for shape in shapes.values())
+    return total, count_active(config, shapes)
+
+
+def count_active(config: Model, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Parameters among `shapes` that act on a token: all, but K of E experts."""
+    active = 0
+    for name, shape in shapes.items():
+        size = prod(shape)
+        if ".experts." in name:
+            size = size // config.n_expert * config.top_k
+        active += size
+    return active
+
+
+def flops_per_token(config: Model) -> int:
+    """Floating-point operations of one training step per token.
+
+    6 per active matrix weight (2 forward, 4 backward), including the LM head but not embedding
+    look-ups, and 12·L·T·C for attention, without halving it for causality.
+
+    Source: PaLM (arXiv 2204.02311), App. B.
+    """
+    matrices = {}
+    for name, shape in parameter_shapes(config).items():
+        if name.startswith("blocks.") and len(shape) > 1:
+            matrices[name] = shape
+    weights = count_active(config, matrices) + config.vocab_size * config.n_embd
+    return 6 * weights + 12 * config.n_layer * config.block_size * config.n_embd
+
+
+# ---- memory
 class Memory(NamedTuple):
     """Bytes on one rank at the peak of a step."""
 
@@ -130,44 +201,6 @@ def divide_experts(shapes: Shapes, n: int) -> Shapes:
     return divided
 
 
-def estimate_traffic(
-    config: Config, shapes: Shapes, parallel: str, world_size: int, local_size: int
-) -> float:
-    """Estimate the bytes that one rank sends per step, by the formulas of docs/scale.md."""
-    model = config.model
-    train = config.train
-    passes = train.batch_size / (train.micro_batch_size * world_size)
-    n = count_expert_ranks(config)
-    b = CAST_BYTES[train.dtype] or 4
-    expert_numbers = 0
-    other_numbers = 0
-    for name, shape in shapes.items():
-        if ".experts." in name:
-            expert_numbers += prod(shape)
-        else:
-            other_numbers += prod(shape)
-
-    within = local_size if parallel == "hsdp" else world_size  # ranks that shard or copy weights
-    own_experts = expert_numbers / n if within > n else 0  # others of the rank's group have these
-    weights = b * own_experts + 4 * other_numbers
-    gradients = 4 * (own_experts + other_numbers)
-    if parallel == "ddp":
-        total = 2 * gradients
-    elif holds_weights(parallel, accumulates=passes > 1):
-        total = weights + passes * gradients
-    else:
-        total = passes * (2 * weights + gradients)
-    if parallel == "hsdp":
-        nodes = world_size / local_size
-        total += 2 * 4 * (expert_numbers + other_numbers) / local_size * (nodes - 1) / nodes
-
-    tokens = train.micro_batch_size * model.block_size
-    n_layer = model.n_layer - dense_layers(model)
-    journeys = 6 if train.activation_checkpointing else 4  # there and back; again for gradients
-    row_bytes = b * model.top_k * tokens * model.n_embd
-    return total + passes * n_layer * journeys * row_bytes * (n - 1) / n
-
-
 def copied_bytes(
     shapes: Shapes, n_layer: int, dtype: str, parallel: str, checkpointing: bool, hold: bool
 ) -> int:
@@ -259,104 +292,31 @@ def attention_bytes(model: Model, b: int) -> int:
     return saved
 
 
-def list_parallelisms(world_size: int, local_size: int, ddp_first: bool = True) -> dict[str, int]:
-    """{possible train.parallel: ranks that share a tensor}, in the order that "auto" tries.
-
-    On one node ZeRO-2 comes before DDP unless `ddp_first`: it shares the optimizer's work, but
-    sends gradients in each micro-batch, so it is faster if a step has one.
+def list_parallelisms(world_size: int, local_size: int) -> dict[str, int]:
+    """{possible train.parallel: ranks that share a tensor}; what sends least is first.
 
     Args:
         world_size: ranks of the job.
         local_size: ranks on each node.
-        ddp_first: prefer DDP.
     """
-    names = ["ddp", "hsdp", "zero2", "fsdp"]
-    if not ddp_first and world_size <= local_size:
-        names = ["zero2", "ddp", "fsdp"]
     shards = {"ddp": 1}
     if world_size > local_size > 1 and world_size % local_size == 0:
         shards["hsdp"] = local_size
     if world_size > 1:
         shards |= {"zero2": world_size, "fsdp": world_size}
-    return {name: shards[name] for name in names if name in shards}
+    return shards
 
 
-def choose_parallelism(
-    config: Config, shapes: Shapes, world_size: int, local_size: int, device: torch.device
-) -> tuple[str, Memory]:
-    """Resolve train.parallel: "auto" becomes the first parallelism that fits the device.
-
-    Returns:
-        "ddp", "zero2", "fsdp" or "hsdp", and the estimate of each rank's memory under it.
-
-    Raises:
-        RunError: it or train.expert_parallel needs other ranks, or the device's memory is known
-            and smaller than the state alone.
-    """
-    train = config.train
-    capacity = distributed.memory_bytes(device)
-    accumulates = train.batch_size > train.micro_batch_size * world_size
-    possible = list_parallelisms(
-        world_size, local_size, ddp_first=device.type != "cuda" or accumulates
-    )
-    if train.parallel not in ("auto", *possible):
-        raise RunError(
-            f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), "
-            f"{local_size} on this node: set --train.parallel=auto, or one of "
-            f"{', '.join(possible)}, or start more ranks with torchrun"
+def describe_rank_problem(config: Config, world_size: int, local_size: int) -> str:
+    """Say why train.parallel or train.expert_parallel is impossible on these ranks, else ""."""
+    parallel = config.train.parallel
+    possible = list_parallelisms(world_size, local_size)
+    if parallel not in possible:
+        return (
+            f"train.parallel = {parallel} is not possible with {world_size} rank(s), {local_size} "
+            f"on this node: set --train.parallel to one of {', '.join(possible)}, or start more "
+            "ranks with torchrun"
         )
-    estimates = {}
-    problem = ""
-    for parallel, shards in possible.items():
-        if train.parallel in ("auto", parallel):
-            problem = describe_expert_problem(config, parallel, world_size, local_size)
-            if not problem:
-                estimate = estimate_memory(config, shapes, parallel, shards, accumulates)
-                estimates[parallel] = estimate
-    if not estimates:
-        raise RunError(problem)
-    chosen = select_fitting(estimates, capacity)
-    check_state_fits(estimates[chosen], capacity, shapes)
-    return chosen, estimates[chosen]
-
-
-def choose_expert_parallel(
-    config: Config, shapes: Shapes, world_size: int, local_size: int, device: torch.device
-) -> int:
-    """Ranks that share one set of experts; arguments as in `choose_parallelism`.
-
-    With train.parallel = "auto" and no asked number the GPUs of a node share them if each then
-    sends at most SHARED_TRAFFIC of the bytes. A line says so.
-    """
-    asked = count_expert_ranks(config)
-    n = local_size
-    may_choose = config.train.parallel == "auto" and config.train.expert_parallel == 1
-    has_experts = find_spec(config.model.router) is not None
-    if device.type != "cuda" or n == 1 or not (may_choose and has_experts):
-        return asked
-    shared = replace(config, "train", expert_parallel=n)
-    if config.model.n_expert % n or describe_expert_problem(shared, "ddp", world_size, local_size):
-        return asked
-    sent = []
-    for planned in (config, shared):
-        parallel, memory = choose_parallelism(planned, shapes, world_size, local_size, device)
-        sent.append(estimate_traffic(planned, shapes, parallel, world_size, local_size))
-    capacity = distributed.memory_bytes(device)
-    fits = capacity is None or sum(memory) <= USABLE * capacity
-    if not fits or sent[1] > SHARED_TRAFFIC * sent[0]:
-        return asked
-    distributed.print_once(
-        f"train.parallel = auto: the {n} GPUs of a node share the experts (train.expert_parallel): "
-        f"each sends about {format_bytes(sent[1])} per step, otherwise {format_bytes(sent[0])}"
-    )
-    return n
-
-
-def describe_expert_problem(config: Config, parallel: str, world_size: int, local_size: int) -> str:
-    """Say why train.expert_parallel is impossible with `parallel` on these ranks; "" if it is not.
-
-    Arguments as in `choose_parallelism`.
-    """
     n = count_expert_ranks(config)
     if n == 1:
         return ""
@@ -372,7 +332,7 @@ def describe_expert_problem(config: Config, parallel: str, world_size: int, loca
             f"{on_ranks}: with train.parallel = hsdp ranks of one node share the experts; set "
             f"--train.expert_parallel={gcd(local_size, n)} or --train.parallel=fsdp"
         )
-    shards = list_parallelisms(world_size, local_size)[parallel]
+    shards = possible[parallel]
     if parallel != "ddp" and config.model.n_expert % shards:
         return (
             f"{on_ranks}: train.parallel = {parallel} shards experts over {shards} ranks, which "
@@ -382,25 +342,61 @@ def describe_expert_problem(config: Config, parallel: str, world_size: int, loca
     return ""
 
 
-def select_fitting(estimates: Mapping[str, Memory], capacity: int | None) -> str:
-    """The first key whose memory fits into `capacity` bytes (None: unknown), or the last key."""
-    for name, memory in estimates.items():
-        if capacity is None or sum(memory) <= USABLE * capacity:
-            return name
-    return list(estimates)[-1]
+def estimate_parallelisms(
+    config: Config, shapes: Shapes, world_size: int, local_size: int
+) -> dict[str, Memory]:
+    """{train.parallel: memory of one rank} for each one that these ranks allow."""
+    accumulates = config.train.batch_size > config.train.micro_batch_size * world_size
+    estimates = {}
+    for parallel, shards in list_parallelisms(world_size, local_size).items():
+        planned = replace(config, "train", parallel=parallel)
+        if not describe_rank_problem(planned, world_size, local_size):
+            estimates[parallel] = estimate_memory(config, shapes, parallel, shards, accumulates)
+    return estimates
 
 
-def check_state_fits(memory: Memory, capacity: int | None, shapes: Shapes) -> None:
-    """Raise RunError if `memory.state` exceeds `capacity` bytes (None: unknown)."""
-    if capacity is None or memory.state <= capacity:
+def plan_memory(config: Config, device: torch.device) -> Memory:
+    """Estimate the memory of each rank of this job.
+
+    Raises RunError if train.parallel or train.expert_parallel needs other ranks, or if the state
+    alone is larger than the memory of `device`.
+    """
+    ranks = (distributed.world_size(), distributed.local_size())
+    problem = describe_rank_problem(config, *ranks)
+    if problem:
+        raise RunError(problem)
+    shapes = parameter_shapes(config.model)
+    estimates = estimate_parallelisms(config, shapes, *ranks)
+    capacity = distributed.memory_bytes(device)
+    if capacity is not None:
+        check_state_fits(config, estimates, capacity)
+    return estimates[config.train.parallel]
+
+
+def check_state_fits(config: Config, estimates: Mapping[str, Memory], capacity: int) -> None:
+    """Raise RunError if the state of train.parallel exceeds `capacity` bytes; it names what fits.
+
+    Args:
+        config: the run.
+        estimates: memory of a rank by each train.parallel that is possible.
+        capacity: bytes of a device.
+    """
+    memory = estimates[config.train.parallel]
+    if memory.state <= capacity:
         return
-    state_per_weight = memory.state / memory.weights
-    total = state_per_weight * 4 * sum(prod(shape) for shape in shapes.values())  # of all ranks
-    least_gpus = 2 ** ceil(log2(total / (USABLE * capacity)))
+    fitting = [name for name, other in estimates.items() if sum(other) <= USABLE * capacity]
+    if fitting:
+        needed = format_bytes(sum(estimates[fitting[0]]))
+        remedy = f"--train.parallel={fitting[0]}, which needs {needed}"
+    else:
+        # of all ranks, without the parts that several hold
+        total = memory.state / memory.weights * 4 * count_parameters(config.model)[0]
+        least_gpus = 2 ** ceil(log2(total / (USABLE * capacity)))
+        remedy = f"--train.parallel=fsdp on {least_gpus} GPUs or more"
     mean = ", the running mean of weights (train.ema_decay)" if memory.ema else ""
     raise RunError(
-        f"weights, gradients and optimizer{mean} need {format_bytes(memory.state)} a GPU, this "
-        f"one has {format_bytes(capacity)}: set --train.parallel=fsdp on {least_gpus} GPUs or more"
+        f"train.parallel = {config.train.parallel}: weights, gradients and optimizer{mean} need "
+        f"{format_bytes(memory.state)} a GPU, this one has {format_bytes(capacity)}: set {remedy}"
     )
 
 

@@ -12,7 +12,7 @@ from attention import Attention
 from configure.schema import Optim
 from kernels import choose_backend, triton_adamw
 from model import GPT, MLP, Experts
-from runtime.parallel import find_mesh, full_tensor, local_part
+from runtime.parallel import find_mesh, local_part
 from runtime.transfer import Ratios, find_scale, measure_ratios
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Muon's authors
@@ -179,33 +179,6 @@ def choose_copy_dtype(backend: str, device: torch.device, dtype: torch.dtype) ->
     if dtype == torch.float32:
         return None
     return dtype if choose_backend(backend, device, dtype) == "triton" else None
-
-
-def measure_signal(optimizers: Optimizers, parameters: Sequence[Tensor]) -> Tensor:
-    """Signal fraction of the squared gradients of `parameters`, from AdamW's moments.
-
-    Σ m̂² / Σ v̂ is 1 for constant gradients and, after some tens of steps, (1 − β1) / (1 + β1) for
-    independent ones of mean 0. The fraction maps these linearly to 1 and 0. Signal to noise is
-    fraction / (1 − fraction). Returns () fp32.
-    """
-    beta1, beta2 = find_group(optimizers, parameters[0])["betas"]
-    all_states = optimizers.state
-    states = [all_states[p] for p in parameters]
-    step = states[0]["step"].to(parameters[0].device)
-    first = sum(full_tensor(state["exp_avg"].square().sum()) for state in states)
-    first = first / (1 - beta1**step) ** 2  # Σ m̂²
-    second = sum(full_tensor(state["exp_avg_sq"].sum()) for state in states)
-    second = second / (1 - beta2**step)  # Σ v̂
-    noise_only = (1 - beta1) / (1 + beta1)
-    return (first / second - noise_only) / (1 - noise_only)
-
-
-def find_group(optimizers: Optimizers, parameter: Tensor) -> Group:
-    """The parameter group of `parameter`."""
-    for group in optimizers.param_groups:
-        if any(parameter is p for p in group["params"]):
-            return group
-    raise AssertionError("every trained parameter has a group")
 
 
 class CopyingAdamW(torch.optim.Optimizer):

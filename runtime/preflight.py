@@ -14,11 +14,12 @@ from data.bins import open_tokens
 from data.loader import Loader, Validation, choose_validation
 from data.mixture import check_documents, check_sets, identify
 from kernels import choose_backend
-from model import GPT, parameter_shapes
+from model import GPT
 from router import find_spec
-from runtime import RunError, distributed, memory
+from runtime import RunError, distributed
 from runtime.branch import Branch, check_length, find_branch
 from runtime.folder import RunFolder, path_of, replace
+from runtime.memory import Memory, plan_memory
 
 ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores
 OpenTasks = Callable[[Config], ScoreTasks]  # its constructor
@@ -66,8 +67,6 @@ class Plan:
         data: the windows of the data sets.
         device: where this rank computes.
         dtype: the type that autocast computes in.
-        parallel: "ddp", "zero2", "fsdp" or "hsdp".
-        expert_parallel: ranks that share one set of experts; 1 for a model without experts.
         memory: estimated bytes on each rank.
         accumulation: micro-batches of one rank in a step.
         tasks: scores the model on eval.tasks; None without such tasks.
@@ -83,9 +82,7 @@ class Plan:
     data: Data
     device: torch.device
     dtype: torch.dtype
-    parallel: str
-    expert_parallel: int
-    memory: memory.Memory
+    memory: Memory
     accumulation: int
     tasks: ScoreTasks | None
     initial_weights: InitialWeights | None
@@ -130,12 +127,7 @@ def plan_run(
     except ValueError as error:
         raise RunError(f"model.backend: {error}") from None
     config = replace(config, "train", dtype=str(dtype).removeprefix("torch."))  # a resume keeps it
-    world_size = distributed.world_size()
-    local_size = distributed.local_size()
-    shapes = parameter_shapes(config.model)
-    n = memory.choose_expert_parallel(config, shapes, world_size, local_size, device)
-    planned = replace(config, "train", expert_parallel=n)
-    parallel, estimate = memory.choose_parallelism(planned, shapes, world_size, local_size, device)
+    memory = plan_memory(config, device)
     tasks = None
     if config.eval.task_names:
         assert open_tasks, "train(…, open_tasks=eval.in_loop.TaskScores) is needed with eval.tasks"
@@ -155,10 +147,9 @@ def plan_run(
         data=data,
         device=device,
         dtype=dtype,
-        parallel=parallel,
-        expert_parallel=n,
-        memory=estimate,
-        accumulation=config.train.batch_size // (config.train.micro_batch_size * world_size),
+        memory=memory,
+        accumulation=config.train.batch_size
+        // (config.train.micro_batch_size * distributed.world_size()),
         tasks=tasks,
         initial_weights=initial_weights,
         evaluated_steps=set(logged_run.read_val_losses()),

@@ -16,9 +16,9 @@ from common.progress import progress_bar
 from common.text import plural
 from configure import Config
 from kernels import choose_backend, find_triton_problem
-from model import count_parameters, flops_per_token
 from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
+from runtime.memory import count_parameters, flops_per_token
 from runtime.metrics import Metrics
 from runtime.preflight import Plan
 from runtime.state import TrainState
@@ -262,7 +262,10 @@ def describe_plan(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     if plan.branch:
         summary += f" of {plan.branch.trunk}"
     capacity = distributed.memory_bytes(plan.device)
-    lines = [summary, f"memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}"]
+    lines = [
+        summary,
+        f"memory: {memory.describe_memory(plan.config.train.parallel, plan.memory, capacity)}",
+    ]
     lines += describe_kernels(config, plan.device, plan.dtype)
     if plan.device.type == "cpu" and plan.dtype == torch.float16:
         lines.append(

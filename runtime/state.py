@@ -24,7 +24,8 @@ from runtime.distributed import Ranks
 from runtime.expert_parallel import Exchange, measure_ranks
 from runtime.folder import RunFolder
 from runtime.graph import StepGraph, can_capture
-from runtime.optimizers import Optimizers, build_optimizer, choose_copy_dtype, measure_signal
+from runtime.memory import count_expert_ranks
+from runtime.optimizers import Optimizers, build_optimizer, choose_copy_dtype
 from runtime.parallel import (
     Compute,
     distribute,
@@ -53,15 +54,12 @@ class WeightAverage:
     Attributes:
         tensors: {name in model.state_dict(): mean}; a checkpoint holds them. Before the first step
             they are the initial weights.
-        corrected: False in runs that started before the correction: their mean continues without
-            it, and the initial weights keep the part decay^n.
     """
 
-    def __init__(self, model: GPT, decay: float, corrected: bool = True) -> None:
+    def __init__(self, model: GPT, decay: float) -> None:
         """Start with the weights that `model`, on its device and sharded, has now."""
         self.model = model
         self.decay = decay
-        self.corrected = corrected
         # An optimizer step changes these in place. Under FSDP2 they are the sharded parameters only
         # outside of passes.
         self.weights = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -81,9 +79,9 @@ class WeightAverage:
             taken: () bool on the device, True if the last step was taken.
             n_taken: () float64 on the device, steps taken so far, with this one.
         """
+        # 1 at the first step, which replaces the initial weights
         fraction = torch.full_like(n_taken, 1 - self.decay)
-        if self.corrected:  # 1 at the first step, which replaces the initial weights
-            fraction = fraction / (1 - self.decay ** n_taken.clamp_min(1))
+        fraction = fraction / (1 - self.decay ** n_taken.clamp_min(1))
         fraction = (fraction * taken).float()
         for mean, weight in self._pairs():
             mean.lerp_(weight, fraction)
@@ -215,7 +213,7 @@ class TrainState(AbstractContextManager["TrainState"]):
         self.optimizer.zero_grad(set_to_none=not isinstance(self.runner, DistributedDataParallel))
 
     def describe_routers(self) -> dict[str, Tensor]:
-        """`gamma`, `bias_moved` and `expert_signal`, (L,) each, if there are any.
+        """`gamma` and `bias_moved`, (L,) each, if there are any.
 
         With shared experts (train.expert_parallel) also `measure_ranks`. Unless the model is
         replicated all ranks must call it.
@@ -235,12 +233,6 @@ class TrainState(AbstractContextManager["TrainState"]):
             values["gamma"] = torch.cat(gammas)
         if self.selection_bias.moved is not None:
             values["bias_moved"] = self.selection_bias.moved
-        experts = [list(mixture.experts.parameters()) for mixture in self.mixtures]
-        optimizer_state = self.optimizer.state
-        # Muon, which trains experts' matrices, has no exp_avg_sq
-        if experts and all("exp_avg_sq" in optimizer_state.get(p, ()) for p in experts[0]):
-            signals = [measure_signal(self.optimizer, weights) for weights in experts]
-            values["expert_signal"] = torch.stack(signals)
         return values
 
 
@@ -340,7 +332,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     start = find_start(plan.run, plan.branch, plan.data.identity, ranks)
     path = checkpoint.folder_of(start.checkpoints, start.step)
     check_model_settings(config, start.metadata, path)
-    threads = distributed.choose_threads(plan.device, start.metadata.get("threads"))
+    threads = distributed.set_threads(plan.device, start.metadata.get("threads"))
     model = build_model(config, plan.data.document_token)
     mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoE)]
     selection_bias = SelectionBias(mixtures, train)
@@ -348,17 +340,17 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     compute = Compute(
         plan.device,
         plan.dtype,
-        plan.parallel,
+        train.parallel,
         train.activation_checkpointing,
-        plan.expert_parallel,
+        count_expert_ranks(config),
     )
     distribute_model = partial(
         distribute,
-        parallel=plan.parallel,
+        parallel=train.parallel,
         ranks=ranks,
         dtype=plan.dtype,
         accumulates=plan.accumulation > 1,
-        expert_parallel=plan.expert_parallel,
+        expert_parallel=compute.expert_parallel,
     )
     compiles = choose_compiling(model, config, compute, distribute_model, ranks)
     runner = distribute_model(
@@ -388,12 +380,7 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     metadata = build_metadata(start, plan.data, threads) | describe_model_settings(config)
     average = None
     if train.ema_decay:
-        if start.step == 0:
-            metadata[checkpoint.EMA_CORRECTED] = True
-        average = WeightAverage(model, train.ema_decay, checkpoint.EMA_CORRECTED in metadata)
-        bias = checkpoint.describe_ema_bias(metadata, train.ema_decay, start.step)
-        if bias:
-            distributed.print_once(f"{plan.run}: {bias}; it continues so. --fresh starts a new run")
+        average = WeightAverage(model, train.ema_decay)
     state = TrainState(
         step=start.step,
         metadata=metadata,

@@ -9,8 +9,8 @@ between GPUs, activation checkpointing and waiting for the host are not in it.
 import math
 
 from configure import Config
-from model import flops_per_token, parameter_shapes
 from runtime.distributed import GPU
+from runtime.memory import flops_per_token, parameter_shapes
 
 # Shares of the peak, H200, float16: 620, 732, 417, 543 and 600 of 989 TFLOP/s.
 PROJECTIONS = 0.63

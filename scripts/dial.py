@@ -18,10 +18,9 @@ import configure
 from common.text import format_bytes
 from configure import Config, ConfigError
 from configure.check import format_toml
-from configure.schema import Model
-from model import count_parameters, flops_per_token
+from configure.schema import SECTIONS, Model
 from runtime.distributed import GPUS
-from runtime.memory import USABLE, Memory
+from runtime.memory import USABLE, Memory, count_parameters, flops_per_token
 from runtime.step_time import estimate_mfu
 
 # Layers and width. From 512 channels on 64 to a layer, as nanochat's depth dial has; below 32, so
@@ -94,7 +93,12 @@ def write_config(args: Namespace, plan_memory: PlanMemory) -> str:
         config = load_text(text, args.gpus)
         plans = plan_memory(config, args.gpus, args.gpus_per_node)
         least = min(sum(memory) for memory in plans.values())
-        if least <= USABLE * args.memory * 2**30:
+        fitting = []
+        for (parallel, _), memory in plans.items():
+            if sum(memory) <= USABLE * args.memory * 2**30:
+                fitting.append(parallel)
+        if fitting:
+            text = format_config(model, budget, args, largest_micro_batch, fitting[0])
             break
         if config.train.micro_batch_size == 1:
             raise ConfigError(
@@ -210,7 +214,11 @@ def choose_micro_batch(batch: int, gpus: int, largest: int) -> int:
 
 
 def format_config(
-    model: Model, budget: float, args: Namespace, largest_micro_batch: int = 32
+    model: Model,
+    budget: float,
+    args: Namespace,
+    largest_micro_batch: int = 32,
+    parallel: str = "ddp",
 ) -> str:
     """The TOML text: a line for each key with its rule and source."""
     tokens = budget / flops_per_token(model)
@@ -219,6 +227,9 @@ def format_config(
     steps = max(1, round(tokens / (batch * model.block_size)))
     total, active = count_parameters(model)
     lines = [*list_model_lines(model), *list_run_lines(model, batch, micro_batch, steps)]
+    if parallel != "ddp":
+        lines.append(Line("train.parallel", parallel, "the first that fits: docs/scale.md"))
+        lines.sort(key=lambda line: list(SECTIONS).index(line.key.split(".")[0]))
     text = [
         f"# {model.n_layer} x {model.n_embd}: {active / 1e6:,.2f} M active of {total / 1e6:,.2f} M "
         f"parameters, {steps * batch * model.block_size / 1e6:,.0f} M tokens, {budget:.3g} FLOPs.",

@@ -19,12 +19,12 @@ from scipy.optimize import minimize_scalar
 from scipy.special import fdtrc, ndtri, stdtrit
 
 from common.command import build_parser, command, require_packages, run_command
-from model import flops_per_token
 from report.blocks import Table
 from report.groups import OPTION_KEYS
 from report.run import Run
 from report.runs import find_text_mismatch, read_runs
 from report.style import DISTINCT
+from runtime.memory import flops_per_token
 from scripts.plan import count_tokens
 
 MIN_BUDGETS = 4  # one more than parameters, to see a misfit

@@ -11,7 +11,7 @@ communication.
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -19,17 +19,18 @@ import configure
 from common.command import build_parser, command, run_command
 from common.text import format_bytes, text_table
 from configure import Config, ConfigError
-from model import build_block_kinds, count_parameters, flops_per_token, parameter_shapes
 from runtime import RunError
 from runtime.distributed import GPU, GPUS
 from runtime.folder import replace
 from runtime.memory import (
     USABLE,
     Memory,
-    describe_expert_problem,
-    estimate_memory,
-    estimate_traffic,
-    list_parallelisms,
+    build_block_kinds,
+    count_parameters,
+    describe_rank_problem,
+    estimate_parallelisms,
+    flops_per_token,
+    parameter_shapes,
 )
 from runtime.optimizers import is_for_muon
 from runtime.step_time import estimate_mfu
@@ -128,7 +129,6 @@ def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[
     rows.append(["sum", *(format_bytes(size) for size in sums.values())])
     fits = ["fits" if size <= limit else "too large" for size in sums.values()]
     rows.append([f"in {args.memory:g} GiB", *fits])
-    rows.append(["sends per step", *list_traffic(config, plans, args)])
     head = [""]
     important = [""]
     for (parallel, checkpointing), size in sums.items():
@@ -148,39 +148,20 @@ def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[
     yield "none fits: more GPUs, a smaller train.micro_batch_size, or GPUs with more memory"
 
 
-def list_traffic(
-    config: Config, plans: Iterable[tuple[str, bool]], args: argparse.Namespace
-) -> list[str]:
-    """The bytes that each GPU sends per step under each of `plans`."""
-    shapes = parameter_shapes(config.model)
-    local_gpus = min(args.gpus, args.gpus_per_node)
-    sizes = []
-    for parallel, checkpointing in plans:
-        planned = replace(config, "train", activation_checkpointing=checkpointing)
-        traffic = 0.0
-        if args.gpus > 1:
-            traffic = estimate_traffic(planned, shapes, parallel, args.gpus, local_gpus)
-        sizes.append(format_bytes(traffic))
-    return sizes
-
-
 def plan_memory(config: Config, gpus: int, gpus_per_node: int) -> dict[tuple[str, bool], Memory]:
-    """Estimate memory by (parallelism, activation checkpointing); what is fastest comes first."""
+    """Estimate memory by (parallelism, activation checkpointing); what sends least comes first.
+
+    Raises RunError if train.expert_parallel is impossible on these GPUs.
+    """
     shapes = parameter_shapes(config.model)
-    accumulates = config.train.batch_size > config.train.micro_batch_size * gpus
     local_gpus = min(gpus, gpus_per_node)
-    parallelisms = list_parallelisms(gpus, local_gpus, ddp_first=accumulates)
     plans = {}
-    problem = ""
     for checkpointing in (False, True):
         planned = replace(config, "train", activation_checkpointing=checkpointing)
-        for parallel, shards in parallelisms.items():
-            problem = describe_expert_problem(config, parallel, gpus, local_gpus)
-            if not problem:
-                memory = estimate_memory(planned, shapes, parallel, shards, accumulates)
-                plans[parallel, checkpointing] = memory
+        for parallel, memory in estimate_parallelisms(planned, shapes, gpus, local_gpus).items():
+            plans[parallel, checkpointing] = memory
     if not plans:
-        raise RunError(problem)
+        raise RunError(describe_rank_problem(config, gpus, local_gpus))
     return plans
 
 

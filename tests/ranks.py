@@ -33,7 +33,7 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "alone": Way(1, "auto", 1),
+    "alone": Way(1, "ddp", 1),
     "ddp-2": Way(2, "ddp", 2),
     "fsdp-2": Way(2, "fsdp", 2),
     "ddp-4": Way(4, "ddp", 4),

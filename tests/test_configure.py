@@ -27,9 +27,9 @@ from configure.check import format_toml
 from configure.load import _print_note
 from configure.removed import REMOVED
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, Mix, read_router_names
-from model import count_parameters
 from router import ROUTERS
 from runtime import RunError
+from runtime.memory import count_parameters
 from runtime.preflight import plan_run
 
 

@@ -8,7 +8,7 @@ import pytest
 from runs import REPO_ROOT
 
 import configure
-from model import count_parameters, flops_per_token
+from runtime.memory import count_parameters, flops_per_token
 from scripts import dial, plan
 
 LADDER = ("2x64", "3x96", "4x128", "6x192", "8x256", "12x768")

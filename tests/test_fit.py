@@ -10,7 +10,7 @@ from scipy import stats
 from scipy.optimize import curve_fit
 
 import configure
-from model import flops_per_token
+from runtime.memory import flops_per_token
 from scripts import fit
 
 FLOOR, REDUCIBLE, EXPONENT = 1.2, 0.5, 0.25

@@ -14,8 +14,9 @@ from test_router import GATES, SPARSE
 import gate_norm
 from configure import Config
 from gate_norm import gate_scale, sample_square
-from model import GPT, parameter_shapes
+from model import GPT
 from router import ROUTERS, RouterSpec
+from runtime.memory import parameter_shapes
 
 KERN_FORM = replace(ROUTERS["kern"], gamma=False, bias=False)
 

@@ -48,9 +48,10 @@ from hf.export.export import CODE, choose_form, export_run
 from hf.formats import FORMATS
 from hf.tokenizer_files import find_merges, write_tokenizer
 from hf.weight_files import read_tensors
-from model import GPT, count_parameters
+from model import GPT
 from router import ROUTERS, hash_table
 from runtime import RunError, folder
+from runtime.memory import count_parameters
 from runtime.metrics import read_metrics
 
 TOKENIZER = ByteTokenizer()

@@ -27,9 +27,9 @@ from eval.trained import load_model, load_run
 from hf.export import export
 from hf.formats import FORMATS
 from hf.init_from import read_initial_weights
-from model import count_parameters
 from runtime import RunError
 from runtime.folder import path_of
+from runtime.memory import count_parameters
 
 SIZES = {
     "vocab_size": 257,

@@ -17,8 +17,9 @@ import attention
 from attention import KVCache
 from configure import Config
 from hf.formats import FORMATS
-from model import GPT, count_parameters, flops_per_token, parameter_shapes
+from model import GPT
 from router import EPS, ROUTERS
+from runtime.memory import count_parameters, flops_per_token, parameter_shapes
 
 B, T, V = 3, 12, 40
 SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}

@@ -11,7 +11,7 @@ import pytest
 from fake_runs import CONFIG
 
 import configure
-from model import count_parameters
+from runtime.memory import count_parameters
 
 FILES = {file.stem: file for file in sorted((CONFIG / "paper").glob("*.toml"))}
 BEYOND = {"large_model_2.7B", "controls_routers", "controls_balance", "controls_scale"}
@@ -139,7 +139,7 @@ DEFAULTS |= {
     "train.device": "auto",
     "train.compile": "auto",
     "train.cuda_graph": "auto",
-    "train.parallel": "auto",
+    "train.parallel": "ddp",
     "train.expert_parallel": 1,
     "train.activation_checkpointing": False,
     "train.timeout_minutes": 10.0,

@@ -37,8 +37,8 @@ from runs import (
 import configure
 import train
 from data.loader import Loader
-from model import flops_per_token
 from runtime import checkpoint, preflight
+from runtime.memory import flops_per_token
 from runtime.metrics import ARRAYS, read_metrics
 
 
@@ -371,7 +371,7 @@ HANGS = {
         checkpoint.Saver, "_publish", 0, lambda saver, step, *_: step == 4
     ),
     "the last save of all": Hang(
-        checkpoint.WatchedFile, "write", 1, lambda file, _: "00004" in str(file.name), "fsdp"
+        checkpoint.Saver, "_hash_own_files", 1, lambda saver, path: "00004" in str(path), "fsdp"
     ),
 }
 

@@ -6,7 +6,6 @@ import copy
 import os
 import re
 import signal
-import time
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -23,14 +22,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
-from common import cores
 from configure import Config
 from configure.schema import Model, Train
 from data import DataError
-from model import GPT, parameter_shapes
+from model import GPT
 from runtime import RankError, RunError, Stopped, distributed, launch, memory, parallel, signals
 from runtime import state as train_state
 from runtime.distributed import Ranks
+from runtime.memory import parameter_shapes
 from runtime.parallel import local_part
 from runtime.signals import EXIT_CODE, Stop
 
@@ -238,50 +237,17 @@ def test_attention_takes_the_kernel_that_is_asked_for(capability, deterministic,
         assert distributed.name_attention_kernel(*arguments) == "math"
 
 
-def test_threads_are_as_many_as_cores_are_free(tmp_path, monkeypatch, capsys):
-    """Ten seconds of four cores: two were idle, this process used one, another process one."""
-
-    def write_stat(*idle):
-        lines = [f"cpu{core} 7 7 7 {ticks} 7 7 7 0 0 0" for core, ticks in enumerate(idle)]
-        (tmp_path / "stat").write_text(
-            "\n".join(["cpu 9 9 9 9 9 9 9", *lines, "cpu4 0 0 0 5000 0 0", "btime 1"])
-        )
-
-    write_stat(0, 0, 0, 0)
-    monkeypatch.setattr(cores, "STAT", tmp_path / "stat")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
-    monkeypatch.setattr(os, "sysconf", lambda name: 100)
-    monkeypatch.setattr(cores, "AT_IMPORT", cores.CoreTimes(50.0, 5.0, cores.read_idle_seconds()))
-    write_stat(1000, 1000, 0, 0)
-    monkeypatch.setattr(time, "monotonic", lambda: 60.0)
-    monkeypatch.setattr(time, "process_time", lambda: 15.0)
-    assert cores.count_free_cores() == 3
-    threads, taken = [4], []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
-    monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    # OMP_NUM_THREADS is set
-    assert distributed.choose_threads(CPU, 2) == distributed.choose_threads(CPU, None) == 4
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert distributed.choose_threads(CPU, 9) == 4 and capsys.readouterr().out == ""
-    assert (
-        distributed.choose_threads(CPU, 2) == 2 and "as this run began" in capsys.readouterr().out
-    )
-    assert (
-        distributed.choose_threads(CPU, None) == 3
-        and "3 threads of 4: other processes" in capsys.readouterr().out
-    )
-    assert taken == [4, 2, 3]
-
-
-def test_a_resumed_run_keeps_its_number_of_threads(tiny, monkeypatch):
+def test_a_resumed_run_keeps_its_number_of_threads(tiny, monkeypatch, capsys):
     """Other numbers of threads round other sums."""
-    asked = []
-    monkeypatch.setattr(
-        distributed, "choose_threads", lambda device, recorded: asked.append(recorded) or 3
-    )
-    for steps in (2, 4):
-        run(tiny(f"train.max_steps={steps}", "train.checkpoint_interval=2"))
-    assert asked == [None, 3]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    taken = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    for steps, possible in ((2, 3), (4, 5), (6, 2)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda possible=possible: possible)
+        run(tiny(f"train.max_steps={steps}", "train.checkpoint_interval=1"))
+        said = "3 threads of 5: as this run began" in capsys.readouterr().out
+        assert said == (possible == 5)
+    assert taken == [3, 2]
 
 
 # ---- runtime/parallel.py on rank 0 of a fake process group, in which nothing is sent

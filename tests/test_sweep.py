@@ -19,8 +19,8 @@ from runs import REPO_ROOT, wait_until
 from runs import run as train_run
 
 import configure
-from model import count_parameters, flops_per_token
 from runtime import folder
+from runtime.memory import count_parameters, flops_per_token
 from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 from scripts import sweep

@@ -560,26 +560,6 @@ def test_an_error_while_the_model_has_the_mean():
         assert not average.tensors[name].any()
 
 
-def test_logged_signal_is_that_of_the_checkpoint(tiny):
-    """Of w_in and w_out together, one number a layer."""
-    run(config := tiny("train.max_steps=40", "log.interval=40", "model.n_layer=2"))
-    (logged,) = column(metrics(config), "router/expert_signal_of_layers")
-    model = GPT(config.model)
-    optimizer = build_optimizer(model, config.optim)
-    checkpoint.restore(checkpoints(config), 40, model, optimizer.parts, {})
-    beta1, beta2 = config.optim.beta1, config.optim.beta2
-    for block, found in zip(model.blocks, logged, strict=True):
-        moments = [optimizer.state[p] for p in (block.mlp.experts.w_in, block.mlp.experts.w_out)]
-        first, second = (
-            torch.cat([m[name].flatten() for m in moments]).double()
-            for name in ("exp_avg", "exp_avg_sq")
-        )
-        whole = (first / (1 - beta1**40)).square().sum() / (second / (1 - beta2**40)).sum()
-        assert found == pytest.approx(
-            (whole.item() * (1 + beta1) - (1 - beta1)) / (2 * beta1), rel=1e-4
-        )
-
-
 # ---- Muon: steps against an SVD in float64 and against torch's own AdamW
 SHAPES = {
     "wide": (5, 12),

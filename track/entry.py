@@ -25,10 +25,9 @@ from common.text import format_bytes, plural
 from configure.schema import KEYS
 from data.bins import read_meta, sha256_of
 from data.mixture import identify
-from model import parameter_shapes
 from report.runs import read_run
 from runtime.distributed import device_name, pick_device
-from runtime.memory import estimate_memory
+from runtime.memory import estimate_memory, parameter_shapes
 from runtime.signals import EXIT_CODE, Stop
 from scripts.sweep import TRAIN, Point, train_points
 from track.contest import Losses, Protocol, Task, list_tasks, make_overrides

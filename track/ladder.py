@@ -22,7 +22,7 @@ from common.text import Table
 from configure import Config
 from configure.schema import Section
 from data.bins import describe_faults, sha256_of
-from model import flops_per_token
+from runtime.memory import flops_per_token
 from track.contest import (
     Losses,
     Protocol,

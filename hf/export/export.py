@@ -40,10 +40,11 @@ from hf.by_block import build_by_block
 from hf.formats import FORMATS, OPEN_MOES, name_block
 from hf.tokenizer_files import write_json, write_tokenizer
 from hf.weight_files import DIGEST, INDEX, ONE_FILE, hash_tensors, read_tensors
-from model import GPT, count_parameters
+from model import GPT
 from router import find_spec
 from runtime import RunError
 from runtime.checkpoint import LazyTensors
+from runtime.memory import count_parameters
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REPO_ROOT = Path(__file__).parents[2]

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import configure
 from configure.schema import Config, Model
 from kernels import linear, route
-from model import GPT, MoE, flops_per_token
+from model import GPT, MoE
 from router import ROUTERS, Router, find_spec
 from runtime import RunError, distributed
 from runtime.graph import WARM_UP, StepGraph, can_capture
+from runtime.memory import flops_per_token
 from runtime.optimizers import build_optimizer, choose_copy_dtype
 from runtime.parallel import compile_blocks
 from runtime.state import SelectionBias
