@@ -56,8 +56,7 @@ def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
     """Rate of optimizer step `step` (from 0).
 
     Linear warm-up to lr, then a cosine to lr · min_lr_ratio at max_steps; or, with schedule "wsd",
-    lr until the decay, which goes to lr · min_lr_ratio at max_steps as 1 - p or 1 - √p (arXiv
-    2405.18392) of its part p.
+    lr until a linear decay to lr · min_lr_ratio at max_steps.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -65,10 +64,8 @@ def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
     progress = max(0, step - start) / max(1, max_steps - start)
     if optim.schedule == "cosine":
         height = 0.5 * (1 + math.cos(math.pi * progress))
-    elif optim.decay == "linear":
-        height = 1 - progress
     else:
-        height = 1 - math.sqrt(progress)
+        height = 1 - progress
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * height)
 
 

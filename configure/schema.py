@@ -393,11 +393,6 @@ class Train(Section):
     init_from: str = key(
         "", "folder of initial weights, of this project or in HF format; empty: random"
     )
-    match_gates: bool = key(
-        True,
-        "init_from with another router: scale its gates to the old router's mean size",
-        acts_if="train.init_from",
-    )
     branch_from: str = key(
         "",
         "folder of a run with schedule wsd, the trunk; this run decays its state at branch_step",
@@ -593,12 +588,6 @@ class Optim(Section):
         decay_branch=True,
         acts_if="optim.schedule=wsd",
     )
-    decay: Literal["linear", "sqrt"] = key(
-        "linear",
-        "wsd: factor on the rate after a fraction p of the decay: 1 - p or 1 - sqrt(p)",
-        decay_branch=True,
-        acts_if="optim.schedule=wsd",
-    )
     min_lr_ratio: float = key(
         0.1,
         "final learning rate of the schedule, as a fraction of lr",
@@ -653,7 +642,6 @@ class Eval(Section):
         ge=0,
         resume=True,
     )
-    task_limit: int = key(0, "documents of each task, the first ones; 0: all", ge=0, resume=True)
     tasks_dir: str = key(
         "",
         "folder of local files TASK.jsonl; empty: from the Hugging Face hub",

@@ -90,14 +90,13 @@ class TaskScores:
         dtype = scoring_dtype(self.config, ranks.device)
         scorer = Scorer(scored_model.eval(), dtype, ranks, is_stopped=lambda: stop.asked)
         adapter = Adapter(scorer, self.tokenizer)
-        limit = self.config.eval.task_limit or None
         values = {}
         try:
             for name, loaded in self.loaded.items():
                 # Blocks are compiled for the shape of training, so they run uncompiled here. The
                 # harness' progress bars are hidden.
                 with torch.compiler.set_stance("force_eager"), redirect_stderr(io.StringIO()):
-                    results = score_task(name, loaded, adapter, limit=limit)
+                    results = score_task(name, loaded, adapter)
                 for task, metrics in results.items():
                     for key, value in metrics.items():
                         if "stderr" not in key and value is not None:

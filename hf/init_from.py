@@ -221,7 +221,7 @@ def _fit_state(
     unused = []
     for name in list(state):
         if name.endswith("router.c") and new_scale:
-            del state[name]  # it follows from the config; else train.match_gates may have set it
+            del state[name]  # it follows from the config; else match_gates may have set it
             continue
         other_router = "router" in changes and name.endswith("selection_bias")
         if (name not in own or other_router) and state.pop(name).any():

@@ -102,8 +102,7 @@ def match_gates(
     """Give each layer's gates the norm √E‖g‖² of its old router's gates. Every rank calls it.
 
     Both routers of a layer get the input that the old model has there. The new router's c is
-    multiplied by the ratio of their norms, if train.match_gates is set and neither model.gate_norm
-    nor model.gate_scale is.
+    multiplied by the ratio of their norms, unless model.gate_norm or model.gate_scale is set.
 
     Args:
         model: with the new routers, as `parallel.distribute` leaves it.
@@ -129,7 +128,7 @@ def match_gates(
         before = _measure_gates(model, windows, autocast, ranks)
         for swap in swaps:
             swap.handle.remove()
-        if train.match_gates and not settings.gate_norm and settings.gate_scale == 1:
+        if not settings.gate_norm and settings.gate_scale == 1:
             sums = sum_over_ranks(torch.stack([swap.square for swap in swaps]))  # (L,)
             ratio = before[2] / (sums / (len(windows) * ranks.world_size))
             usable = ratio.isfinite() & (ratio > 0)  # else all gates of a router are 0
@@ -137,7 +136,7 @@ def match_gates(
             for swap, factor in zip(swaps, factors, strict=True):
                 swap.new.c.mul_(factor)
             listed = ", ".join(f"{factor:.3g}" for factor in factors)
-            text = f"; its gates times {listed} (train.match_gates)"
+            text = f"; its gates times {listed}"
         after = _measure_gates(model, windows, autocast, ranks)
     model.train()
     return f"old router: {_describe(before)}; {settings.router}: {_describe(after)}{text}"

@@ -99,17 +99,11 @@ def format_p(difference: Difference) -> str:
 
 
 def find_measures(group: Group) -> dict[str, str]:
-    """{name in metrics.jsonl: format} of what the runs of a group measured besides val/loss.
-
-    Scores of tasks are left out where they are of different documents.
-    """
+    """{name in metrics.jsonl: format} of what the runs of a group measured besides val/loss."""
     names: set[str] = set()
     for run in group.runs:
         for line in run.lines:
             names.update(line)
-    task_limits = {run.config.eval.task_limit for run in group.runs}
-    if len(task_limits) > 1:
-        names = {name for name in names if not name.startswith("tasks/")}
     formats = {name: form for name, (_, form) in MEASURES.items() if name in names}
     for name in sorted(names):
         if LOSSES_AND_SCORES.fullmatch(name):

@@ -304,7 +304,7 @@ def find_rate(config, step):
     else:
         decay = round(optim.decay_fraction * steps)
         part = max(0.0, (step - (steps - decay)) / decay)
-        height = 1 - part if optim.decay == "linear" else 1 - part**0.5
+        height = 1 - part
     lowest = optim.lr * optim.min_lr_ratio
     return lowest + (optim.lr - lowest) * height
 

@@ -20,7 +20,7 @@ train.cuda_graph train.expert_parallel train.activation_checkpointing train.time
 
 train.checkpoint_interval train.checkpoint_minutes train.keep_checkpoints train.keep_steps
 train.ema_decay train.deterministic
-eval.interval eval.tasks eval.task_interval eval.task_limit eval.tasks_dir
+eval.interval eval.tasks eval.task_interval eval.tasks_dir
 log.interval log.wandb log.project log.group log.tensorboard
 """
 # What variants of one group may differ in.
@@ -33,19 +33,16 @@ optim.router_lr_ratio optim.expert_out_lr_ratio
 # Settings without effect, and under which they have one.
 CONDITIONAL = {
     "model.rope_base": "model.pos=rope",
-    "train.match_gates": "train.init_from=folder",
     "train.balance_loss_scope": "train.balance_loss_coef=0.1",
     "optim.muon_experts": "optim.name=muon",
     "optim.decay_fraction": "optim.schedule=wsd",
-    "optim.decay": "optim.schedule=wsd",
     "optim.base_width": "optim.transfer=mup",
     "optim.base_hidden": "optim.transfer=mup",
     "optim.base_layers": "optim.transfer=mup",
 }
 DEFAULTS = {key: schema["default"] for key, schema in KEYS.items()}
 TABLES = {
-    "decay_branch": "train.branch_from train.branch_step optim.decay_fraction optim.decay "
-    "optim.min_lr_ratio",
+    "decay_branch": "train.branch_from train.branch_step optim.decay_fraction optim.min_lr_ratio",
     "scaled": "train.max_steps train.checkpoint_interval optim.warmup_steps eval.interval "
     "eval.windows log.interval",
     "in_every_run": "run.name optim.eps log.group",

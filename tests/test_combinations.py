@@ -127,7 +127,7 @@ FEATURES = {
     "schedule": {
         "cosine": "optim.grad_clip=0.1",
         "linear": "optim.schedule=wsd;optim.decay_fraction=0.5;optim.min_lr_ratio=0.2",
-        "sqrt": "optim.schedule=wsd;optim.decay_fraction=0.75;optim.decay=sqrt;optim.grad_clip=0",
+        "wsd": "optim.schedule=wsd;optim.decay_fraction=0.75;optim.grad_clip=0",
     },
     "backend": {"torch": "", "reference": "model.backend=reference"},
     "start": {"fresh": "", "swap": "", "upcycled": ""},

@@ -442,12 +442,12 @@ RANGES = {  # of keys that are no choice
     "string": "run.dir data.dir train.init_from train.branch_from eval.tasks_dir log.project "
     "log.group",
     "object": "data.mix",
-    "boolean": "model.gated model.tie_embeddings model.bias data.document_mask train.match_gates "
+    "boolean": "model.gated model.tie_embeddings model.bias data.document_mask "
     "train.activation_checkpointing train.deterministic "
     "optim.muon_experts log.tensorboard",
     "integer >= -1": "train.checkpoint_interval",
     "integer >= 0": "train.branch_step optim.base_width optim.base_hidden optim.base_layers "
-    "optim.warmup_steps eval.task_interval eval.task_limit",
+    "optim.warmup_steps eval.task_interval",
     "integer >= 0, < 4294967296": "run.seed",
     "integer >= 0, <= 1024": "model.n_kv_head model.n_shared_expert model.n_dense_layer "
     "model.n_hash_layer",

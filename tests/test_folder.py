@@ -137,7 +137,7 @@ def test_fresh_starts_over_in_a_new_folder(tiny, tiny_file, monkeypatch, capsys)
 
 # ---- what may change
 MAY_CHANGE = """
-run.dir data.dir eval.interval eval.tasks eval.task_interval eval.task_limit eval.tasks_dir
+run.dir data.dir eval.interval eval.tasks eval.task_interval eval.tasks_dir
 log.interval log.wandb log.project log.group log.tensorboard
 train.max_steps train.micro_batch_size train.parallel train.compile train.activation_checkpointing
 train.expert_parallel train.device train.cuda_graph train.deterministic train.timeout_minutes

@@ -33,7 +33,6 @@ from report.overview import build_overview, count_states
 from report.page import build_sections, read_report
 from report.paper import NUMBERS, build_paper_table
 from report.runs import read_run, read_runs
-from report.tables import find_measures
 from runtime import FAILURE_FILE
 
 
@@ -212,16 +211,6 @@ def test_mixtures_of_equal_parts_are_one_setting(tmp_path):
     assert [len(group.runs) for group in groups] == [2, 1]
     assert [group.label for group in groups] == ["a 6 + b 4", "a 3 + b 1"]
     build_overview([read_run(run) for run in runs])
-
-
-@pytest.mark.parametrize("limits, shown", [((5, 5), True), ((5, 6), False)])
-def test_scores_on_other_documents_are_not_compared(tmp_path, limits, shown):
-    runs = []
-    for seed, limit in enumerate(limits):
-        own = [f"run.seed={seed}", f"eval.task_limit={limit}"]
-        runs.append(make_run(tmp_path / str(seed), *own, measured=["tasks/arc/acc"]))
-    (group,) = load_groups(*runs)
-    assert ("tasks/arc/acc" in find_measures(group)) == shown
 
 
 @pytest.mark.parametrize("scope, count", [("global", 1), ("micro_batch", 2)])
