@@ -30,5 +30,4 @@ bench step-fp16 step "${flagship[@]}" --model.router={dense,softmax,sigmoid,tanh
 bench moe moe --dtype float16 bfloat16
 bench step-bf16 step "${flagship[@]}" --train.dtype=bfloat16 --model.router={dense,kern}
 piece tests "$python" -m pytest -q -n 6 -m gpu
-bench router router "${flagship[@]}"
 exit $code

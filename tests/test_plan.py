@@ -19,7 +19,7 @@ from runtime.folder import path_of
 from runtime.memory import flops_per_token, parameter_shapes
 from runtime.step_time import estimate_mfu
 from scripts import plan
-from tools.bench.steps import Step
+from tools.bench import build_step
 
 LARGE = REPO_ROOT / "config/1b3.toml"
 P = 6_952_353_792  # its parameters (docs/choices.md: 6.9B)
@@ -320,7 +320,7 @@ def test_configs_fit_eight_gpus_of_80_gigabytes(file):
 # ---- on a GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("micro_batch", [4, 16])
-def test_peak_on_a_gpu_is_as_planned(micro_batch):
+def test_peak_on_a_gpu_is_as_planned(micro_batch, tmp_path):
     """A training step of 125m.toml in float16 as train.py takes it, within 15%."""
     words = [f"--train.micro_batch_size={micro_batch}", "--train.dtype=float16"]
     words += ["--train.compile=off", "--train.cuda_graph=off"]
@@ -332,7 +332,7 @@ def test_peak_on_a_gpu_is_as_planned(micro_batch):
             break
         time.sleep(1)
     torch.cuda.reset_peak_memory_stats()
-    step = Step(config, torch.device("cuda"))
+    step = build_step(config, torch.device("cuda"), tmp_path)
     for _ in range(3):
         step()
     assert torch.cuda.max_memory_allocated() == pytest.approx(planned, rel=0.15)
