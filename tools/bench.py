@@ -41,11 +41,10 @@ from common.command import build_parser, command, run_command
 from common.files import write_atomic
 from common.text import first_line, text_table
 from configure import Config
-from model import flops_per_token, parameter_shapes
 from runtime import RunError, distributed
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder
-from runtime.memory import estimate_memory
+from runtime.memory import estimate_memory, flops_per_token, parameter_shapes
 from runtime.preflight import Data, Plan
 from runtime.state import TrainState, build_state
 from train import forward_backward
@@ -155,8 +154,6 @@ def build_step(config: Config, device: torch.device, folder: Path, pool: Any = N
         data=Data(None, None, {}, 0 if config.data.document_mask else None),  # pyrefly: ignore[bad-argument-type]
         device=device,
         dtype=distributed.pick_dtype(config.train.dtype, device, config.model.router),
-        parallel="ddp",
-        expert_parallel=1,
         memory=estimate_memory(config, shapes, "ddp", 1),
         accumulation=1,
         tasks=None,
