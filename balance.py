@@ -33,34 +33,78 @@ class Stats(NamedTuple):
     margins: Tensor | None = None
 
 
-# computed by `Router.fused`, in its order
-FUSED_FIELDS = (
-    "loads",
-    "probability",
-    "z_loss",
-    "entropy",
-    "zero_gates",
-    "gate_square",
-    "gate_sum",
-)
+class Measure(NamedTuple):
+    """A number of each layer with experts: how it is added up, averaged, logged and printed."""
 
-
-class LayerMetric(NamedTuple):
-    """Name and form in which a field of Stats, (L,), a mean over tokens, is logged."""
-
-    name: str  # router/NAME for training steps and val/NAME: the mean over layers
-    by_layer: bool = True  # each layer, too, as NAME_of_layers
+    label: str  # in tables of reports
+    form: str  # format of the number over all layers
+    # of Stats, (L,): added over micro-batches, a mean over tokens; None: measured otherwise
+    field: str | None = None
+    of_mean: Callable[[Tensor], Tensor] | None = None  # computed from that mean
+    of_loads: Callable[[Tensor], Tensor] | None = None  # computed from loads (L, E) instead
+    over_layers: Callable[[Tensor], Tensor] = torch.mean
+    by_layer: bool = True  # each layer is logged, too, as NAME_of_layers
     in_validation: bool = True
-    transform: Callable[[Tensor], Tensor] | None = None  # of the mean over tokens
 
 
-# {field of Stats: how it is logged}. Checkpoints have sums in this order: add at the end.
-LAYER_METRICS = {
-    "entropy": LayerMetric("entropy", in_validation=False),
-    "zero_gates": LayerMetric("zero_gates", by_layer=False),
-    "gate_square": LayerMetric("gate_norm", transform=torch.sqrt),
-    "gate_sum": LayerMetric("gate_sum"),
+# {NAME: measure}, logged as router/NAME of training steps and val/NAME of evaluations.
+# Checkpoints have sums of the fields in this order: add at the end.
+MEASURES = {
+    "load_imbalance": Measure(
+        "busiest expert's load, 1 = even",
+        ".2f",
+        of_loads=lambda loads: loads.amax(1) / loads.double().mean(1),
+        by_layer=False,
+    ),
+    "dead_experts": Measure(
+        "experts without a token, all layers",
+        ".1f",
+        of_loads=lambda loads: (loads == 0).sum(1),
+        over_layers=torch.sum,
+        by_layer=False,
+    ),
+    "entropy": Measure(
+        "entropy of routing scores, nats", ".3f", field="entropy", in_validation=False
+    ),
+    "zero_gates": Measure("gates that are 0", ".1%", field="zero_gates", by_layer=False),
+    "gate_norm": Measure("gate norm", ".3f", field="gate_square", of_mean=torch.sqrt),
+    "gate_sum": Measure("sum of a token's gates", ".3f", field="gate_sum"),
+    # of `TrainState.describe_routers`
+    "gamma": Measure("γ, mean over layers", ".3f"),
+    "bias_moved": Measure("move of the selection bias", ".2g"),
+    "rank_imbalance": Measure("fullest rank's rows, 1 = even", ".2f"),
+    "rank_wait": Measure("share of time lost to the fullest rank", ".1%"),
 }
+# fields of Stats that are added up, in the order of MEASURES
+MEASURED_FIELDS = [measure.field for measure in MEASURES.values() if measure.field]
+# computed by `Router.fused`, in its order
+FUSED_FIELDS = ("loads", "probability", "z_loss", *MEASURED_FIELDS)
+
+
+def summarize_routing(prefix: str, loads: Tensor, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values to log: `PREFIX/loads`, and of each measure `PREFIX/NAME`, `NAME_of_layers`.
+
+    Args:
+        prefix: "router" for training steps, "val" for an evaluation.
+        loads: (L, E) tokens per expert. L = 0 for a dense model, which has no values.
+        fields: {field of Stats: (L,) mean over tokens}, some of MEASURED_FIELDS; and by NAME what
+            is measured otherwise.
+    """
+    if not len(loads):
+        return {}
+    values = {"loads": loads}
+    for name, measure in MEASURES.items():
+        layers = fields.get(measure.field or name)
+        if measure.of_loads:
+            layers = measure.of_loads(loads)
+        if layers is None:
+            continue
+        if measure.of_mean:
+            layers = measure.of_mean(layers)
+        values[name] = measure.over_layers(layers)
+        if measure.by_layer:
+            values[f"{name}_of_layers"] = layers
+    return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
 def expert_loads(experts: Tensor, n_expert: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import Attention, Documents, KVCache, find_documents, make_norm
-from balance import LAYER_METRICS, Stats, count_margins, measure
+from balance import MEASURED_FIELDS, Stats, count_margins, measure
 from configure.schema import Model as ModelConfig
 from gate_norm import gate_scale
 from kernels import add, add_norm, expert_mlp, linear, route
@@ -354,7 +354,7 @@ def stack_stats(layers: list[Stats | None], device: torch.device) -> Stats:
     if not rows:
         loads = torch.zeros(0, 0, 0, dtype=torch.int64, device=device)
         empty = torch.zeros(0, device=device)
-        metrics: dict[str, Any] = dict.fromkeys(LAYER_METRICS, empty)
+        metrics: dict[str, Any] = dict.fromkeys(MEASURED_FIELDS, empty)
         return Stats(loads, loads.float(), z_loss=empty, **metrics)
     fields: dict[str, Any] = {}
     for name in Stats._fields:

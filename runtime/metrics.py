@@ -437,22 +437,6 @@ def from_ranges(ranges: Any) -> list[range]:
     return steps if count <= MAX_STEPS else []
 
 
-def load_metrics(loads: "Tensor") -> "dict[str, Tensor]":
-    """Two numbers that summarise expert loads (L, E), tokens per expert.
-
-    `load_imbalance` is the busiest expert's load over the mean load, averaged over layers: 1 when
-    balanced, E / K at worst. `dead_experts` is the number, over all layers, of experts that no
-    token chose.
-    """
-    imbalance, dead = imbalance_and_dead(loads)
-    return {"load_imbalance": imbalance.mean(), "dead_experts": dead.sum()}
-
-
-def imbalance_and_dead(loads: "Tensor") -> "tuple[Tensor, Tensor]":
-    """Both numbers of `load_metrics` for each layer of (L, E): (L,) each."""
-    return loads.amax(1) / loads.double().mean(1), (loads == 0).sum(1)
-
-
 def _are_numbers(values: Iterable[Any]) -> bool:
     """True for numbers that floats can hold and lists of them, nested."""
     for value in values:

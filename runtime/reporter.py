@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from balance import summarize_routing
 from common.progress import progress_bar
 from common.text import plural
 from configure import Config
@@ -22,7 +23,7 @@ from runtime.memory import count_parameters, flops_per_token
 from runtime.metrics import Metrics
 from runtime.preflight import Plan
 from runtime.state import TrainState
-from runtime.statistics import Statistics, summarize_routing
+from runtime.statistics import Statistics
 from runtime.tracker import WandbTracker, start_trackers
 from runtime.updates import Counters
 
@@ -165,10 +166,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             values["optim/loss_scale"] = counters.scale
         if config.train.loss_spike != "off":
             values["optim/loss_spikes"] = int(counters.spikes)
-        values |= summarize_routing("router", mean.loads, mean.layers)
-        for name, by_layer in routers.items():
-            values[f"router/{name}"] = by_layer.mean()
-            values[f"router/{name}_of_layers"] = by_layer
+        values |= summarize_routing("router", mean.loads, mean.layers | routers)
         speed = self.plan.tokens_per_step / step_seconds
         values |= self._measure_performance(speed, step_seconds)
         self.metrics.log(step, step * self.plan.tokens_per_step, **values)

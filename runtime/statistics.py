@@ -5,14 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from balance import LAYER_METRICS, Stats
-from runtime.metrics import load_metrics
+from balance import MEASURED_FIELDS, Stats
 
 
 def join(loss: Tensor, aux_loss: Tensor, stats: Stats) -> Tensor:
     """One micro-batch as a vector, in the order of `Statistics.vector`."""
     parts = [torch.ones_like(loss), loss, aux_loss]
-    parts += [getattr(stats, field) for field in LAYER_METRICS]
+    parts += [getattr(stats, field) for field in MEASURED_FIELDS]
     parts.append(stats.loads.sum(1))
     if stats.margins is not None:
         parts.append(stats.margins)
@@ -31,7 +30,7 @@ class Statistics:
         steps: (), micro-batches of a step; after `to_step_means` steps, so 1.
         loss: (), cross-entropy, nats per token.
         aux_loss: (), weighted balance and z-losses, mean over layers.
-        layers: {field of Stats: (L,)}, the F fields of LAYER_METRICS, means over tokens.
+        layers: {field of Stats: (L,)}, the F fields of MEASURED_FIELDS, means over tokens.
         loads: (L, E) tokens per expert.
         margins: (L, E, M), histograms of `count_margins`; M = 0 except in steps under bias_update =
             "quantile".
@@ -51,13 +50,13 @@ class Statistics:
         """
         self.shape = (n_layer, n_expert, device)
         self.join = join
-        n_metric = len(LAYER_METRICS)
+        n_metric = len(MEASURED_FIELDS)
         n_load = n_layer * n_expert
         sizes = (3, n_metric * n_layer, n_load, n_load * n_bin)
         self.vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         scalars, layers, loads, margins = self.vector.split(sizes)
         self.steps, self.loss, self.aux_loss = scalars.unbind()
-        self.layers = dict(zip(LAYER_METRICS, layers.view(n_metric, n_layer), strict=True))
+        self.layers = dict(zip(MEASURED_FIELDS, layers.view(n_metric, n_layer), strict=True))
         self.loads = loads.view(n_layer, n_expert)
         self.margins = margins.view(n_layer, n_expert, n_bin)
 
@@ -81,24 +80,3 @@ class Statistics:
         mean = self.new()
         torch.div(self.vector, self.steps, out=mean.vector)
         return mean
-
-
-def summarize_routing(prefix: str, loads: Tensor, layers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The values to log of the routers: `PREFIX/loads`, `PREFIX/load_imbalance` and so on.
-
-    Args:
-        prefix: "router" for training steps, "val" for an evaluation.
-        loads: (L, E) tokens per expert. L = 0 for a dense model, which has no values.
-        layers: {field of Stats: (L,) mean over tokens}, some of LAYER_METRICS.
-    """
-    if not len(loads):
-        return {}
-    values = {"loads": loads} | load_metrics(loads)
-    for field, means in layers.items():
-        metric = LAYER_METRICS[field]
-        if metric.transform is not None:
-            means = metric.transform(means)
-        values[metric.name] = means.mean()
-        if metric.by_layer:
-            values[f"{metric.name}_of_layers"] = means
-    return {f"{prefix}/{name}": value for name, value in values.items()}

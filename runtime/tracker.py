@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import configure
+from balance import MEASURES
 from common.text import first_line
 from configure import Config
-from runtime.metrics import imbalance_and_dead
 
 Line = dict[str, Any]  # line of metrics.jsonl: numbers, or lists by layer, expert or window
 
@@ -211,9 +211,9 @@ def flatten_line(line: Line, first_layer: int = 0) -> Line:
             by_layer[name.removesuffix("_of_layers")] = value
     if "router/loads" in line:
         loads = torch.tensor(line["router/loads"], dtype=torch.float64)
-        imbalance, dead = imbalance_and_dead(loads)
-        by_layer["router/load_imbalance"] = imbalance.tolist()
-        by_layer["router/dead_experts"] = dead.tolist()
+        for name, measure in MEASURES.items():
+            if measure.of_loads:
+                by_layer[f"router/{name}"] = measure.of_loads(loads).tolist()
     for name, values in by_layer.items():
         for layer, value in enumerate(values, first_layer):
             numbers[f"{name}/layer_{layer:02}"] = value

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from balance import LAYER_METRICS
+from balance import MEASURES, summarize_routing
 from configure import Config
 from data.loader import Validation, prefetch, windows
 from runtime import distributed
@@ -15,7 +15,6 @@ from runtime.distributed import Ranks
 from runtime.preflight import ScoreTasks
 from runtime.signals import Stop
 from runtime.state import TrainState
-from runtime.statistics import summarize_routing
 
 
 def evaluate(
@@ -74,7 +73,8 @@ def measure_loss(
         read_windows(part if len(part) else indices[:1], validation, config, ranks)
         for part in parts
     )
-    metrics = [name for name, metric in LAYER_METRICS.items() if metric.in_validation]
+    fields = [measure.field for measure in MEASURES.values() if measure.in_validation]
+    fields = [field for field in fields if field]
     own_losses, loads, layers = [], [], []
     state.runner.eval()
     for part, (x, y) in zip(parts, batches, strict=True):
@@ -84,7 +84,7 @@ def measure_loss(
         out = state.forward(x, y)
         assert out.losses is not None, "there are targets"
         batch_loads = out.stats.loads.sum(1)  # (L, E)
-        batch_layers = torch.stack([getattr(out.stats, name) for name in metrics])  # (F, L)
+        batch_layers = torch.stack([getattr(out.stats, name) for name in fields])  # (F, L)
         own_losses.append(out.losses[:count])
         loads.append(batch_loads if count else torch.zeros_like(batch_loads))
         layers.append(batch_layers.double() * count)
@@ -102,7 +102,7 @@ def measure_loss(
     values: dict[str, Any] = {"val/loss": losses.mean(), "val/window_losses": losses}
     if config.data.mix:
         values |= average_mixture(losses, validation, list(config.data.sets))
-    return values | summarize_routing("val", total_loads, dict(zip(metrics, means, strict=True)))
+    return values | summarize_routing("val", total_loads, dict(zip(fields, means, strict=True)))
 
 
 def read_windows(
