@@ -87,7 +87,7 @@ def build_router(config: ModelConfig, layer: int) -> Router:
     assert spec is not None, "a dense model has no router"
     E, K = config.n_expert, config.top_k
     table = None
-    if layer < config.n_dense_layer + config.n_hash_layer:
+    if layer < config.n_hash_layer:
         table = hash_table(config.vocab_size, E, K, seed=layer)
     groups = (config.router_groups, config.router_group_k)
     return Router(config.n_embd, E, K, spec, gate_scale(config), table, *groups)
@@ -161,7 +161,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.dense = layer < dense_layers(config)
+        self.dense = find_spec(config.router) is None
         self.backend = config.backend
         self.ln_1 = make_norm(config, config.n_embd)
         self.attn = Attention(config)
@@ -341,11 +341,6 @@ class GPT(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) of the residual stream x (..., C) after the last block."""
         return F.linear(self.ln_f(x), self.head)
-
-
-def dense_layers(config: ModelConfig) -> int:
-    """The number of layers without experts, which are the first ones; all of a dense model."""
-    return config.n_layer if find_spec(config.router) is None else config.n_dense_layer
 
 
 def stack_stats(layers: list[Stats | None], device: torch.device) -> Stats:

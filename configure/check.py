@@ -158,17 +158,10 @@ def _check_experts(model: Model) -> Iterator[str]:
             f"model.gate_norm = {model.gate_norm} and model.gate_scale = {model.gate_scale} clash; "
             "set --model.gate_scale=1 or --model.gate_norm=0"
         )
-    dense = model.n_dense_layer
-    with_experts = model.n_layer - dense
-    if with_experts <= 0:
+    if model.n_hash_layer > model.n_layer:
         yield (
-            f"model.n_dense_layer = {dense} leaves none of {model.n_layer} layers with experts; "
-            f"set --model.n_dense_layer={model.n_layer - 1} or --model.router=dense"
-        )
-    elif model.n_hash_layer > with_experts:
-        yield (
-            f"model.n_hash_layer = {model.n_hash_layer} is more than the {with_experts} with "
-            f"experts; set --model.n_hash_layer={with_experts}"
+            f"model.n_hash_layer = {model.n_hash_layer} is more than model.n_layer = "
+            f"{model.n_layer}; set --model.n_hash_layer={model.n_layer}"
         )
 
 
@@ -228,7 +221,7 @@ def _check_balance(model: Model, train: Train) -> Iterator[str]:
         )
     hashed = model.n_hash_layer
     balanced = quantile or rate or train.balance_loss_coef
-    if balanced and hashed and hashed == model.n_layer - model.n_dense_layer:
+    if balanced and hashed and hashed == model.n_layer:
         yield (
             f"model.n_hash_layer = {hashed} leaves no loads that train.balance_loss_coef, "
             "bias_update or bias_update_rate could balance; leave them out "

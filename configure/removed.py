@@ -18,6 +18,7 @@ class Removed(NamedTuple):
 
 
 REMOVED = {
+    "model.n_dense_layer": Removed(0, "all blocks have experts, or none (model.router=dense)"),
     "train.match_gates": Removed(
         True, "gates of another router are matched, unless model.gate_norm or gate_scale is set"
     ),

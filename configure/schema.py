@@ -202,14 +202,6 @@ class Model(Section):
         le=2**10,
         exported=True,
     )
-    n_dense_layer: int = key(
-        0,
-        "number of first blocks with a dense MLP, as wide as in a dense model, instead of experts",
-        ge=0,
-        le=2**10,
-        exported=True,
-        routing_shape=True,
-    )
     n_hash_layer: int = key(
         0,
         "number of first blocks with experts that route by token id; their loads are not balanced",

@@ -216,7 +216,7 @@ def count_routing(
     row_of_token = torch.full((len(occurrences),), n_common)  # the last row is for rare tokens
     row_of_token[torch.from_numpy(ids)] = torch.arange(n_common)
 
-    n_layer = config.n_layer - config.n_dense_layer
+    n_layer = config.n_layer
     layers = [LayerCounts(config.n_expert, n_common + 1, device) for _ in range(n_layer)]
     n_batches = max(1, min(len(text) // 2, text.size // BATCH_TOKENS))
     batches = np.array_split(text, n_batches)
@@ -414,7 +414,7 @@ def print_measures(args: argparse.Namespace) -> None:
 
     model = trained.config.model
     layers = []
-    for number, layer in enumerate(counts, model.n_dense_layer):
+    for number, layer in enumerate(counts):
         layers.append(describe_layer(number, layer, occurrences))
     report: dict[str, Any] = {
         "run": trained.config.run.name,
@@ -434,7 +434,7 @@ def print_measures(args: argparse.Namespace) -> None:
         folder = folder.with_name(f"routing-{other_name}-{other.label}")
         report["other"] = f"{other_name}, {other.label}"
         report["agreement"] = []
-        for number, layer in enumerate(counts, model.n_dense_layer):
+        for number, layer in enumerate(counts):
             shares = compare_choices(layer.agreement.cpu().numpy(), model.top_k)
             report["agreement"].append({"layer": number, **shares})
     folder.mkdir(parents=True, exist_ok=True)

@@ -164,7 +164,7 @@ def read_trace(file: Path, trained: Trained) -> dict[str, np.ndarray]:
             f"{file}: its experts, of {N} tokens, are not those of {W} windows of {T}; "
             f"write it again"
         )
-    of_model = (model.n_layer - model.n_dense_layer, model.n_expert, model.top_k)
+    of_model = (model.n_layer, model.n_expert, model.top_k)
     of_trace = (L, n_expert, K)
     if of_trace != of_model:
         raise RunError(

@@ -84,7 +84,7 @@ def _is_gated(name: str, state: State) -> bool:
 
 
 def dense_width(model: Model) -> int:
-    """Hidden width of the MLP of a dense model, and of dense layers."""
+    """Hidden width of the MLP of a dense model."""
     return (model.top_k + model.n_shared_expert) * model.expert_hidden
 
 
@@ -202,6 +202,7 @@ class NanoKern(Format):
     keys = {key: key for key in select_model_keys("exported")}
     keys |= SHARED_KEYS
     keys["expert_hidden"] = "moe_intermediate_size"
+    allowed = Format.allowed | {"n_dense_layer": (0,)}  # a key of e125ff1
 
     def read_config(self, settings: Settings) -> dict[str, Any]:
         config = super().read_config(settings)
@@ -307,7 +308,6 @@ OPEN_BLOCK = {
     "gated": True,
     "bias": False,
     "n_shared_expert": 0,
-    "n_dense_layer": 0,
     "n_hash_layer": 0,
     "router_groups": 1,
     "router_group_k": 1,

@@ -177,11 +177,11 @@ def _find_mlp_keys(old: Model, model: Model) -> list[str]:
         if is_dense and dense_width(old) != dense_width(model):
             return ["top_k", "expert_hidden", "n_shared_expert"]
         return []
-    keys = ["n_expert", "expert_hidden", "n_shared_expert", "n_dense_layer"]
+    keys = ["n_expert", "expert_hidden", "n_shared_expert"]
     if is_dense:
         return ["router", *keys, "top_k"]
     both_hash = old.n_hash_layer and model.n_hash_layer  # the table of a layer has K columns
-    if old.n_dense_layer or both_hash or model.top_k > old.n_expert:
+    if both_hash or model.top_k > old.n_expert:
         keys.append("top_k")
     return keys
 

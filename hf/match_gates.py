@@ -43,7 +43,7 @@ def take_routers(
         return {}, []
     must_centre = old_spec.ignores_shift and not new_spec.ignores_shift
     routers = {}
-    for layer in range(source.n_dense_layer, source.n_layer):
+    for layer in range(source.n_layer):
         name = f"blocks.{layer}.mlp.router"
         own = {}
         for key in state:

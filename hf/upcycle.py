@@ -40,7 +40,7 @@ def find_overrides(source: Model, model: Model) -> dict[str, Any]:
     E, K = model.n_expert, model.top_k
     width = dense_width(source)
     needed = {}
-    for key in ("n_shared_expert", "n_dense_layer", "n_hash_layer"):
+    for key in ("n_shared_expert", "n_hash_layer"):
         if getattr(model, key):
             needed[key] = 0
     for key in ("router_groups", "router_group_k"):

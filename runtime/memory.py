@@ -18,7 +18,7 @@ from common.text import format_bytes
 from configure import Config
 from configure.schema import Model
 from kernels.cross_entropy import chunk_rows
-from model import GPT, dense_layers
+from model import GPT
 from router import find_spec
 from runtime import RunError, distributed
 from runtime.folder import replace
@@ -35,31 +35,27 @@ Shapes = Mapping[str, Sequence[int]]  # {name: shape} of a model's parameters
 
 
 # ---- parameters and arithmetic
-def build_block_kinds(config: Model) -> tuple[GPT, list[int]]:
-    """A GPT without values that has one block of each kind, and each layer's index among them.
+def build_one_block(config: Model) -> GPT:
+    """A GPT without values that has one block.
 
-    Blocks differ in shape only by being dense, and by the table of a hash layer, which is left out.
-    1,024 blocks last seconds to build, their hash tables minutes (2 cores, 2026-11-27).
+    Blocks differ in shape only by the table of a hash layer, which is left out. 1,024 blocks last
+    seconds to build, their hash tables minutes (2 cores, 2026-11-27).
     """
-    n_dense = dense_layers(config)
-    has_both = 0 < n_dense < config.n_layer
-    kinds = {"n_layer": 1 + has_both, "n_dense_layer": min(n_dense, 1), "n_hash_layer": 0}
     with torch.device("meta"):
-        model = GPT(config.model_copy(update=kinds))
-    return model, [int(has_both and layer >= n_dense) for layer in range(config.n_layer)]
+        return GPT(config.model_copy(update={"n_layer": 1, "n_hash_layer": 0}))
 
 
 @lru_cache(maxsize=1)  # a run asks for those of its config three times
 def parameter_shapes(config: Model) -> Mapping[str, tuple[int, ...]]:
     """Shape of each parameter of GPT(config) by name, without allocating them."""
-    model, kind_of_layer = build_block_kinds(config)
+    model = build_one_block(config)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_children():
         if name != "blocks":
             shapes |= list_shapes(module, name)
             continue
-        for layer, kind in enumerate(kind_of_layer):
-            shapes |= list_shapes(model.blocks[kind], f"blocks.{layer}")
+        for layer in range(config.n_layer):
+            shapes |= list_shapes(model.blocks[0], f"blocks.{layer}")
     return shapes
 
 
@@ -159,15 +155,11 @@ def estimate_memory(
     hold = holds_weights(parallel, accumulates)
     copies = copied_bytes(shapes, model.n_layer, dtype, parallel, checkpointing, hold)
 
-    n_dense = dense_layers(model)
-    layers = []
-    for layer in range(model.n_layer):
-        dense = layer < n_dense
-        layers.append(activation_bytes(model, tokens, dtype, dense, travels=n > 1))
-    activations = sum(layers)
+    of_block = activation_bytes(model, tokens, dtype, travels=n > 1)
+    activations = model.n_layer * of_block
     if checkpointing:
         block_inputs = model.n_layer * 4 * tokens * model.n_embd  # fp32
-        activations = block_inputs + max(layers)
+        activations = block_inputs + of_block
     if config.data.document_mask:
         activations += (CAST_BYTES[dtype] or 4) * tokens * model.block_size
     logits = logits_bytes(model, tokens, dtype)
@@ -243,10 +235,8 @@ def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
     return b * tokens * C + gradient + max(chunk, gradient)
 
 
-def activation_bytes(
-    model: Model, tokens: int, dtype: str, dense: bool, travels: bool = False
-) -> int:
-    """Bytes that autograd saves of one block, with or without experts, for `tokens` tokens.
+def activation_bytes(model: Model, tokens: int, dtype: str, travels: bool = False) -> int:
+    """Bytes that autograd saves of one block for `tokens` tokens.
 
     If a token `travels` to its experts (train.expert_parallel), a rank also keeps the rows that it
     received. Equal loads on all ranks are assumed.
@@ -259,7 +249,7 @@ def activation_bytes(
     bytes_per_token = norm_bytes + attention_bytes(model, b) + norm_bytes
     # an MLP's pre-activations, activated gate and activations, for a width of H
     mlp_bytes = (4 if model.gated else 2) * b * H
-    if dense:
+    if model.router == "dense":
         return tokens * (bytes_per_token + mlp_bytes * (K + model.n_shared_expert))
     bytes_per_token += 4 * 4 * model.n_expert  # logits, scores, probabilities; for their losses
     pre_activations = (2 if model.gated else 1) * b * K * H

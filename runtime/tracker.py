@@ -81,7 +81,7 @@ class TensorBoardTracker:
         """Open the files; TensorBoard hides steps after `resume_step` of earlier starts."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self.first_layer = config.model.n_dense_layer
+        self.first_layer = 0
         next_step = resume_step + 1
         self.writer = SummaryWriter(str(folder), purge_step=next_step)
         tokens_per_step = config.train.batch_size * config.model.block_size
@@ -187,7 +187,7 @@ def start_wandb(
             wandb.teardown()  # otherwise it refuses the id as in use
             run = wandb.init(mode="offline", **options)
         run.define_metric("*", step_metric="tokens")
-        return WandbTracker(run, wandb, folder, config.model.n_dense_layer)
+        return WandbTracker(run, wandb, folder)
     except Exception as error:
         print(
             f"wandb: no run ({first_line(error)}): continuing without it; metrics.jsonl has every "

@@ -10,7 +10,6 @@ communication.
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -25,7 +24,7 @@ from runtime.folder import replace
 from runtime.memory import (
     USABLE,
     Memory,
-    build_block_kinds,
+    build_one_block,
     count_parameters,
     describe_rank_problem,
     estimate_parallelisms,
@@ -70,8 +69,7 @@ def checkpoint_bytes(config: Config) -> int:
     It has weights and buffers, with train.ema_decay also their running mean, and of each trained
     weight a step count and AdamW's two moments, or Muon's one.
     """
-    model, kind_of_layer = build_block_kinds(config.model)
-    n_blocks = Counter(kind_of_layer)
+    model = build_one_block(config.model)
     n_saved = 2 if config.train.ema_decay else 1  # times that weights and buffers are saved
     trained = dict(model.named_parameters())
     n_byte = 0
@@ -79,7 +77,7 @@ def checkpoint_bytes(config: Config) -> int:
     for name, tensor in model.state_dict().items():
         n_equal = 1
         if name.startswith("blocks."):
-            n_equal = n_blocks[int(name.split(".")[1])]
+            n_equal = config.model.n_layer
         n_copy = n_saved
         if name in trained:
             by_muon = is_for_muon(config.optim, name, tensor.dim())

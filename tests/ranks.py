@@ -104,7 +104,6 @@ MODELS["modern"] += [
     "model.activation=silu",
     "model.n_shared_expert=1",
 ]
-MODELS["modern"] += ["model.n_dense_layer=1"]
 # Two rows of 8 tokens a step, each token to one expert of 16: a rank of two lacks at least 8 of
 # them.
 MODELS["idle"] = [

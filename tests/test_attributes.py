@@ -47,8 +47,7 @@ TABLES = {
     "eval.windows log.interval",
     "in_every_run": "run.name optim.eps log.group",
     "validation_text": "model.block_size data.name data.mix eval.spread",
-    "routing_shape": "model.n_layer model.block_size model.n_expert model.top_k "
-    "model.n_dense_layer",
+    "routing_shape": "model.n_layer model.block_size model.n_expert model.top_k ",
     "fixed_by_weights": "model.n_layer model.n_head model.qk_norm model.n_embd model.activation "
     "model.gated model.norm model.pos model.tie_embeddings",
     "track_option": "model.n_hash_layer train.bias_update",

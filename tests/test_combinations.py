@@ -86,8 +86,7 @@ FEATURES = {
     "layers": {
         "plain": "",
         "hash": "model.n_hash_layer=1",
-        "dense": "model.n_dense_layer=1;model.n_shared_expert=1",
-        "both": "model.n_dense_layer=1;model.n_hash_layer=1",
+        "dense": "model.n_shared_expert=1",
     },
     "gates": {"own": "", "scale": "model.gate_scale=2.5", "norm": "model.gate_norm=0.5"},
     "mlp": {

@@ -256,11 +256,8 @@ CLASHES = """
 --model.gate_norm=2 --model.gate_scale=3
     model.gate_norm = 2.0 and model.gate_scale = 3.0 clash; set --model.gate_scale=1 or
     --model.gate_norm=0
---model.n_dense_layer=12
-    model.n_dense_layer = 12 leaves none of 12 layers with experts; set
-    --model.n_dense_layer=11 or --model.router=dense
---model.n_hash_layer=12 --model.n_dense_layer=1
-    model.n_hash_layer = 12 is more than the 11 with experts; set --model.n_hash_layer=11
+--model.n_hash_layer=13
+    model.n_hash_layer = 13 is more than model.n_layer = 12; set --model.n_hash_layer=12
 --model.n_hash_layer=1 --model.router=dense
     model.n_hash_layer = 1: a dense model has no experts; set --model.n_hash_layer=0
 --model.router_groups=6
@@ -280,9 +277,9 @@ CLASHES = """
 --model.router_groups=4 --model.router_group_k=2 --train.bias_update=quantile
     train.bias_update = quantile: model.router_groups = 4 chooses experts by no one
     threshold, whose quantile it needs; set --train.bias_update=sign
---model.n_dense_layer=2 --model.n_hash_layer=10 --train.balance_loss_coef=1
-    model.n_hash_layer = 10 leaves no loads that train.balance_loss_coef, bias_update or
-    bias_update_rate could balance; leave them out or set --model.n_hash_layer=9
+--model.n_hash_layer=12 --train.balance_loss_coef=1
+    model.n_hash_layer = 12 leaves no loads that train.balance_loss_coef, bias_update or
+    bias_update_rate could balance; leave them out or set --model.n_hash_layer=11
 --train.bias_update=quantile --train.bias_update_rate=0.1
     train.bias_update_rate = 0.1 is no setting of train.bias_update = quantile; set
     --train.bias_update_rate=0 or --train.bias_update=sign
@@ -365,7 +362,6 @@ def test_settings_that_clash_and_every_remedy_works(write, case):
 # settings that are just valid: the same, one step further
 JUST_VALID = {
     "--model.n_embd=36": "--model.n_embd=37",  # odd width of a head, learned positions
-    "--model.n_expert=8 --model.n_dense_layer=11": "--model.n_expert=8 --model.n_dense_layer=12",
     "--model.n_kv_head=12": "--model.n_kv_head=13",
     "--train.max_steps=500 --optim.warmup_steps=500": "--train.max_steps=500 "
     "--optim.warmup_steps=501",
@@ -394,7 +390,7 @@ def test_settings_that_are_just_valid(write, valid):
 
 def test_a_dense_model_may_keep_the_keys_of_experts(write):
     """Which then have no effect: a sweep over routers has a dense point."""
-    overrides = "--model.router=dense --model.n_expert=1 --model.n_dense_layer=12 "
+    overrides = "--model.router=dense --model.n_expert=1 "
     overrides += "--model.gate_norm=2 --model.gate_scale=2 --train.bias_update=quantile"
     config = load(write(), overrides.split())
     usual = load(write(), ["--model.router=dense"])
@@ -449,8 +445,7 @@ RANGES = {  # of keys that are no choice
     "integer >= 0": "train.branch_step optim.base_width optim.base_hidden optim.base_layers "
     "optim.warmup_steps eval.task_interval",
     "integer >= 0, < 4294967296": "run.seed",
-    "integer >= 0, <= 1024": "model.n_kv_head model.n_shared_expert model.n_dense_layer "
-    "model.n_hash_layer",
+    "integer >= 0, <= 1024": "model.n_kv_head model.n_shared_expert model.n_hash_layer",
     "integer >= 1": "train.max_steps train.expert_parallel "
     "train.keep_checkpoints eval.interval eval.windows log.interval",
     "integer >= 1, <= 1024": "model.n_layer model.n_head model.router_groups model.router_group_k",

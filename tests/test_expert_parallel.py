@@ -65,7 +65,7 @@ MODELS = {
         "model.activation=silu",
         "optim.expert_out_lr_ratio=2.0",
     ],
-    "quantile": ["model.router=sigmoid", "train.bias_update=quantile", "model.n_dense_layer=1"],
+    "quantile": ["model.router=sigmoid", "train.bias_update=quantile"],
     "muon": [
         "model.router=softmax",
         "model.router_groups=4",

@@ -80,7 +80,6 @@ MODERN = {
     "qk_norm": "head",
     "gated": True,
     "n_shared_expert": 1,
-    "n_dense_layer": 1,
     "n_layer": 3,
 }
 

@@ -148,12 +148,10 @@ MODELS += [
         "model.router=kern",
         "model.qk_norm=head",
         "model.n_shared_expert=2",
-        "model.n_dense_layer=1",
     ),
     (
         "model.router=softmax-renorm",
         "model.n_layer=3",
-        "model.n_dense_layer=1",
         "model.n_hash_layer=1",
     ),
     (
@@ -507,9 +505,7 @@ def test_differences_in_half_precision_are_found(exported, tmp_path, capsys, har
 
 # ---- uses that transformers and its clients make of a model
 MIXTURES = [(f"model.router={router}",) for router, spec in ROUTERS.items() if spec]
-MIXTURES.append(
-    ("model.router=tanh", "model.n_layer=4", "model.n_dense_layer=1", "model.n_hash_layer=1")
-)
+MIXTURES.append(("model.router=tanh", "model.n_layer=4", "model.n_hash_layer=1"))
 
 
 def list_training_cells():

@@ -223,7 +223,6 @@ def write_folder(place, settings, state):
 def test_what_a_family_does_not_compute_needs_our_code(tiny, tmp_path, call):
     more = [
         "model.n_shared_expert=1",
-        "model.n_dense_layer=1",
         "model.dropout=0.1",
         "model.router=sigmoid",
     ]

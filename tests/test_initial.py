@@ -37,7 +37,7 @@ WAYS = [  # train.parallel, ranks of a node, train.expert_parallel
     ("hsdp", 2, 2),
 ]
 MODELS = [
-    ["model.router=kern", "model.bias=true", "model.n_dense_layer=1", "model.gate_norm=1.0"],
+    ["model.router=kern", "model.bias=true", "model.gate_norm=1.0"],
     [
         "model.router=kern-mc",
         "model.n_shared_expert=1",

@@ -131,7 +131,7 @@ GLM4 |= {
 }
 GLM4 |= {
     "n_shared_experts": 3,
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 0,
     "intermediate_size": 60,
     "norm_topk_prob": True,
 }
@@ -158,20 +158,20 @@ def test_moe_equals_glm4_of_transformers(copies, monkeypatch):
     """
     if copies:
         monkeypatch.setattr(attention, "can_share_keys", lambda q, mask: False)
-    own = {"router": "sigmoid-renorm", "qk_norm": "head", "n_dense_layer": 2, "n_shared_expert": 3}
+    own = {"router": "sigmoid-renorm", "qk_norm": "head", "n_shared_expert": 3}
     model, theirs = (
         build_random(**MODERN | own),
         Glm4MoeForCausalLM(Glm4MoeConfig(**GLM4)).double().eval(),
     )
     stats = assert_equals_theirs(model, theirs, to_glm4, tolerance(torch.float32, 32, roundings=24))
-    assert stats.loads.shape == (1, B, 8)
+    assert stats.loads.shape == (3, B, 8)
 
 
 # counts, caches
 
 VARIANTS = [
     MODERN,
-    MODERN | {"qk_norm": "head", "n_shared_expert": 2, "n_dense_layer": 1},
+    MODERN | {"qk_norm": "head", "n_shared_expert": 2},
     MODERN
     | {"qk_norm": "all", "norm": "layernorm", "gated": False, "bias": True, "n_shared_expert": 1},
     MODERN
@@ -179,7 +179,6 @@ VARIANTS = [
         "qk_norm": "all",
         "n_kv_head": 0,
         "pos": "learned",
-        "n_dense_layer": 2,
         "tie_embeddings": True,
     },
     MODERN
@@ -316,17 +315,17 @@ def test_output(router):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_first_layers_with_experts_route_by_token_id(checkpointing):
     """Whatever the scores and the selection bias; nothing else of the model's start differs."""
-    sizes = {"n_dense_layer": 1, "n_hash_layer": 1, "n_layer": 4, "router": "softmax-renorm"}
+    sizes = {"n_hash_layer": 1, "n_layer": 4, "router": "softmax-renorm"}
     model, plain = build(**sizes), build(**sizes | {"n_hash_layer": 0})
     state = model.state_dict()
     assert [name for name in state if name.endswith("hash_table")] == [
-        "blocks.1.mlp.router.hash_table"
+        "blocks.0.mlp.router.hash_table"
     ]
-    table = state.pop("blocks.1.mlp.router.hash_table")
+    table = state.pop("blocks.0.mlp.router.hash_table")
     assert state.keys() == plain.state_dict().keys()
     assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in state.items())
+    model.blocks[0].mlp.router.selection_bias[3] = 1e3
     model.blocks[1].mlp.router.selection_bias[3] = 1e3
-    model.blocks[2].mlp.router.selection_bias[3] = 1e3
     for block in model.blocks:
         block.checkpointing = checkpointing
     idx = tokens()
@@ -336,7 +335,7 @@ def test_the_first_layers_with_experts_route_by_token_id(checkpointing):
     )
     assert (out.stats.loads[1, :, 3] == T).all()
     out.loss.backward()
-    assert model.blocks[1].mlp.router.weight.grad.any()
+    assert model.blocks[0].mlp.router.weight.grad.any()
 
 
 def test_passes_share_a_cast_of_the_experts():

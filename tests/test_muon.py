@@ -27,7 +27,6 @@ LR = 0.02
 # Three experts on two ranks are uneven shards; a dense layer, a shared expert, k and v of one head.
 MODEL = Model(
     n_layer=2,
-    n_dense_layer=1,
     n_head=2,
     n_kv_head=1,
     n_embd=8,

@@ -73,7 +73,6 @@ DEFAULTS = {
     "model.top_k": 8,
     "model.expert_hidden": 384,
     "model.n_shared_expert": 0,
-    "model.n_dense_layer": 0,
     "model.activation": "gelu",
     "model.gated": False,
     "model.norm": "layernorm",

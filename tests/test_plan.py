@@ -176,7 +176,7 @@ def test_planned_checkpoint_has_the_size_of_its_files(tiny, words):
 
 def test_checkpoint_of_a_deep_model_is_sized_without_its_blocks(monkeypatch):
     def plan_model(n_layer, n_hash_layer):
-        sizes = ["n_expert=8", "top_k=2", "n_dense_layer=1"]
+        sizes = ["n_expert=8", "top_k=2"]
         depth = [f"n_layer={n_layer}", f"n_hash_layer={n_hash_layer}"]
         words = [f"--model.{word}" for word in sizes + depth]
         return configure.load(REPO_ROOT / "config/125m.toml", words)
@@ -227,7 +227,7 @@ def planned_and_kept(router, more, dtype):
         return sum(sizes.values()), model
 
     (two, model), (one, _) = measure(2), measure(1)
-    return memory.activation_bytes(model, 4 * 256, dtype, router == "dense"), two - one
+    return memory.activation_bytes(model, 4 * 256, dtype), two - one
 
 
 BLOCKS = [

@@ -235,23 +235,6 @@ def test_command_compares_two_checkpoints(made, call):
         assert agreement["same_number"] == layer.agreement[0].trace().item() / (192 * 2)
 
 
-def test_layers_have_their_numbers_in_the_model(tiny, capsys):
-    """The first layer with experts is the third."""
-    config = tiny("model.n_dense_layer=2", "model.n_layer=4", "train.max_steps=1")
-    train.train(config)
-    run = Path(config.run.dir, config.run.name)
-    capsys.readouterr()
-    assert routing.main([str(run), "--windows", "6", "--other", str(run)]) == 0
-    (file,) = run.glob("eval/*/routing-*/routing.json")
-    report = json.loads(file.read_text())
-    for part in ("layers", "agreement"):
-        assert [layer["layer"] for layer in report[part]] == [2, 3]
-    rows = re.findall(r"^ *(\d+) .*%", capsys.readouterr().out, re.M)
-    assert rows == ["2", "3", "2", "3"]
-    (axes, _) = draw.plot_loads(report).axes
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["2", "3"]
-
-
 def test_a_text_goes_where_a_pass_over_its_document_sends_it(made):
     trained, tokenizer = load_run(made / "kern")
     tokens, experts, gates = route_text(trained.model, tokenizer, "a bé")
@@ -364,7 +347,7 @@ def sources(tmp_path_factory, corpus):
         "top_k": "top_k=3",
         "experts": "n_expert=4",
     }
-    changes |= {"layers": "n_dense_layer=1", "ids": "block_size=32"}
+    changes |= {"layers": "n_layer=3", "ids": "block_size=32"}
     for name, change in changes.items():
         router = f"model.router={name if name in ('softmax', 'kern') else 'tanh'}"
         train.train(
@@ -512,7 +495,7 @@ SHAPE = "soft.npz has (2, 8, 2) layers with experts, n_expert and top_k"
 FAULTS = {
     "top_k": f"{SHAPE}, top_k (2, 8, 3); trace a run with these",
     "experts": f"{SHAPE}, experts (2, 4, 2)",
-    "layers": f"{SHAPE}, layers (1, 8, 2)",
+    "layers": f"{SHAPE}, layers (3, 8, 2)",
     "softmax --windows 6": "--replay, whose text is the trace's, no --data or --windows",
     "softmax --data tiny": "--replay, whose text is the trace's, no --data or --windows",
     "softmax --other {}/runs/kern": "--trace takes no --other",

@@ -204,10 +204,6 @@ def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, activa
         0,
         0,
     )
-    if checkpointing:  # of the largest block, wherever it is
-        model = CONFIG.model.model_copy(update={"n_dense_layer": 1})
-        mixed = config.model_copy(update={"model": model})
-        assert memory.estimate_memory(mixed, SHAPES, parallel, shards).activations == activations
     if parallel == "zero2":  # HSDP keeps its weights, too, where a step is one micro-batch
         assert memory.estimate_memory(config, SHAPES, "hsdp", shards, False) == plan
     averaged = CONFIG.model_copy(update={"train": train.model_copy(update={"ema_decay": 0.9})})
@@ -356,11 +352,6 @@ def test_weights_are_gathered_once_a_step_or_in_each_pass(tiny, way, passes, gat
                     model(x, x).loss.backward()
             assert operators.names.count("_allgather_base_") == gathers
             assert operators.names.count("allreduce_") == (5 if way == "hsdp" else 0)
-        if way == "hsdp" and passes > 1:  # FSDP2 would add up in bfloat16: averaged in each pass
-            with Operators() as operators:
-                parallel.set_gradient_sync(model, way, False, "bfloat16")
-                model(x, x).loss.backward()
-            assert operators.names.count("allreduce_") == 5
 
 
 def compile_by(backend, fails=False):

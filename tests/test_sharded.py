@@ -130,7 +130,7 @@ WAYS = [  # train.parallel, ranks, ranks of a node, train.expert_parallel, optim
 @pytest.mark.parametrize(("way", "n_rank", "local_size", "n_shared", "name"), WAYS)
 def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, name):
     """Two passes and a step: gradients, weights, what is gathered, and the experts' loads."""
-    model = whole("model.n_dense_layer=1" if n_shared == 1 else "model.n_layer=1")
+    model = whole() if n_shared == 1 else whole("model.n_layer=1")
     optim = Optim(name=name, weight_decay=0.1)
     batch = draw_batch(n_rank)
     copies = [copy.deepcopy(model) for _ in range(n_rank)]

@@ -106,15 +106,14 @@ def test_centring_is_exact_for_softmax(module_tiny, source):
 def test_centring_takes_the_mean_of_all_logits(tiny):
     """Weights and biases: the new logits are the old ones minus a token's mean over experts."""
     softmax, kern = "exp, post=l1 over all, bias", "relu, pre=l2 over all, bias"
-    dense = "model.n_dense_layer=1"
-    old, new = (tiny(f"model.router={name}", dense).model for name in (softmax, kern))
+    old, new = (tiny(f"model.router={name}").model for name in (softmax, kern))
     state = {}
     for name, tensor in GPT(old).state_dict().items():
         state[name] = torch.randn(tensor.shape, generator=seeded(len(name)))
     before = dict(state)
     routers, _ = take_routers(state, old, new)
     x = torch.randn(5, old.n_embd, generator=seeded())
-    assert list(routers) == ["blocks.1.mlp.router"]
+    assert list(routers) == ["blocks.0.mlp.router", "blocks.1.mlp.router"]
     for name in routers:
         logits = x @ before[f"{name}.weight"].T + before[f"{name}.bias"]
         centred = x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
@@ -410,7 +409,7 @@ CONFLICTS = {  # with a dense model of width 16: what makes it fit
     "model.expert_hidden=5 model.top_k=3": "expert_hidden=16",
     "model.expert_hidden=4": "expert_hidden=8",  # 2 of 4 slices would be chosen
     "model.n_expert=9": "expert_hidden=16",
-    "model.n_shared_expert=1 model.n_dense_layer=1": "n_shared_expert=0 n_dense_layer=0",
+    "model.n_shared_expert=1": "n_shared_expert=0",
     "model.router_groups=4 model.router_group_k=2": "router_groups=1 router_group_k=1",
     "model.n_hash_layer=1": "n_hash_layer=0",  # whose table would choose slices of several copies
 }

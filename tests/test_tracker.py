@@ -68,8 +68,8 @@ def fake_wandb(monkeypatch):
 
 
 def test_without_a_key_wandb_is_offline(fake_wandb, tiny, tmp_path, monkeypatch, capsys):
-    config = tiny("log.wandb=online", "log.project=mine", "model.n_dense_layer=1")
-    assert start_wandb(config, tmp_path, "abc", ("a", "b")).first_layer == 1
+    config = tiny("log.wandb=online", "log.project=mine")
+    assert start_wandb(config, tmp_path, "abc", ("a", "b")).first_layer == 0
     (call,) = fake_wandb.init.call_args_list  # the network was not tried
     wanted = {
         "mode": "offline",
@@ -144,7 +144,7 @@ def test_id_survives_a_start_without_wandb(fake_wandb, tiny):
 
 def test_a_resumed_run_sends_its_lines_and_the_best_of_all(fake_wandb, tiny):
     """The least loss is of step 0, so the resumed start finds it only in the file."""
-    config = tiny("log.wandb=offline", "train.checkpoint_interval=2", "model.n_dense_layer=1")
+    config = tiny("log.wandb=offline", "train.checkpoint_interval=2")
     path = folder.path_of(config)
     train.train(config)
     began = read_metrics(path / "metrics.jsonl", ARRAYS)
@@ -157,8 +157,8 @@ def test_a_resumed_run_sends_its_lines_and_the_best_of_all(fake_wandb, tiny):
     run = fake_wandb.init.return_value
     run.define_metric.assert_called_with("*", step_metric="tokens")
     sent = [(call.kwargs["step"], call.args[0]) for call in run.log.call_args_list]
-    assert sent == [(line["step"], flatten_line(line, 1)) for line in [*began, *resumed]]
-    assert any("router/load_imbalance/layer_01" in values for _, values in sent)
+    assert sent == [(line["step"], flatten_line(line)) for line in [*began, *resumed]]
+    assert any("router/load_imbalance/layer_00" in values for _, values in sent)
     assert run.summary == {"val/loss_best": 0.125, "val/loss_final": resumed[-1]["val/loss"]}
     tracker = start_wandb(config, path)
     tracker.summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task"], [["piqa"]], 9)
@@ -202,14 +202,14 @@ def read():
 
 
 def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
-    config = tiny(*ON, "model.n_dense_layer=1", "train.micro_batch_size=4")
+    config = tiny(*ON, "train.micro_batch_size=4")
     before_steps(lambda step: 1 / (step - 3))
     with pytest.raises(ZeroDivisionError):
         train.train(config)
     assert read(config)["train/loss"][-1][0] == 3  # step 3 was written; the checkpoint is of step 2
     before_steps(None)
     lines, wanted, shown = run(config), defaultdict(list), read(config)
-    for line in (flatten_line(line, first_layer=1) for line in lines):
+    for line in (flatten_line(line) for line in lines):
         for name in line.keys() - {"step", "tokens"}:
             # TensorBoard has float32
             wanted[name].append((line["step"], pytest.approx(line[name])))
@@ -218,9 +218,8 @@ def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
         "train/loss",
         "val/loss",
         "router/gate_norm",
-        "router/load_imbalance/layer_01",
+        "router/load_imbalance/layer_00",
     } <= shown.keys()
-    assert not any("layer_00" in name for name in shown)
     by_tokens = read(config, "tensorboard/by_tokens")
     per_step = config.train.batch_size * config.model.block_size
     for name in ("train/loss", "val/loss"):

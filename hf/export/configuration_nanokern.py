@@ -16,10 +16,9 @@ class NanoKernConfig(PretrainedConfig):
 
     Args:
         router: a name or formula, see `router.find_spec`. "dense" has one MLP of hidden
-            width `intermediate_size` per block, as have the first `n_dense_layer` blocks of any
-            other model; the rest have `n_expert` experts of hidden width `moe_intermediate_size`,
-            `num_experts_per_tok` per token, and `n_shared_expert` that every token uses. In the
-            first `n_hash_layer` of these the token's id chooses.
+            width `intermediate_size` per block. Others have `n_expert` experts of hidden width
+            `moe_intermediate_size`, `num_experts_per_tok` per token, and `n_shared_expert` that
+            every token uses. In the first `n_hash_layer` blocks the token's id chooses.
         router_groups: groups of experts; a token's are in its best `router_group_k` groups, see
             `router.leave_best_groups`.
         gated: MLPs and experts compute hidden_act(gate) * up.
@@ -61,7 +60,6 @@ class NanoKernConfig(PretrainedConfig):
     hidden_act: str = "gelu"
     gated: bool = False
     n_shared_expert: int = 0
-    n_dense_layer: int = 0
     n_hash_layer: int = 0
     router_groups: int = 1
     router_group_k: int = 1

@@ -148,7 +148,7 @@ class NanoKernMoE(nn.Module):
         assert spec is not None  # dense models have no MoE
         E, K = config.n_expert, config.num_experts_per_tok
         table = None
-        if layer_idx < config.n_dense_layer + config.n_hash_layer:
+        if layer_idx < config.n_hash_layer:
             table = hash_table(config.vocab_size, E, K, seed=layer_idx)
         self.layer_idx = layer_idx
         self.chooses_by_id = table is not None
@@ -190,7 +190,7 @@ class NanoKernDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = NanoKernAttention(config, layer_idx)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
-        self.is_dense = find_spec(config.router) is None or layer_idx < config.n_dense_layer
+        self.is_dense = find_spec(config.router) is None
         if self.is_dense:
             self.mlp = NanoKernMLP(config, config.intermediate_size, config.bias)
         else:
