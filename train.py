@@ -270,7 +270,7 @@ def train(
                 Reporter(plan, state, ranks) if ranks.rank == 0 else SilentReporter()
             )
         saver = stack.enter_context(
-            Saver(plan.run.checkpoints, ranks, state.compute.sharded, config.train)
+            Saver(plan.run.checkpoint_folder, ranks, state.compute.sharded, config.train)
         )
         rank_batches = RankBatches(
             plan.data.loader, plan.accumulation, config.train.micro_batch_size, ranks

@@ -27,6 +27,7 @@ REMOVED = {
     "train.reduce_dtype": Removed("float32", "gradients are summed over ranks in float32"),
     "train.force_balance": Removed(False, "the router always chooses"),
     "train.on_save_error": Removed("stop", "a failed save ends the run"),
+    "log.tensorboard": Removed(False, "log.wandb and the pages of scripts.report show a run"),
     "train.spike_sigma": Removed(6.0, "a spike is 6 standard deviations above the mean"),
     "train.max_skipped_steps": Removed(20, "20 skipped steps in a row stop the run"),
     "optim.muon_split": Removed(True, "Muon orthogonalizes q, k, v, gate and up each"),

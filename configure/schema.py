@@ -672,7 +672,6 @@ class Log(Section):
         resume=True,
         in_every_run=True,
     )
-    tensorboard: bool = key(False, "also TensorBoard files, in runs/NAME/tensorboard", resume=True)
 
 
 class Config(Section):

@@ -22,10 +22,10 @@ from data.bins import (
 )
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
-from runtime import RunError, check_is_run, checkpoint, distributed
+from runtime import RunError, checkpoint, distributed
 from runtime.checkpoint import LazyTensors
-from runtime.metrics import read_metrics
 from runtime.parallel import without_parameters
+from runtime.runs import Run
 from runtime.settings import check_model_settings
 
 
@@ -59,7 +59,7 @@ class Trained(NamedTuple):
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl: `step`, `tokens`, and what was logged, such as `val/loss`."""
-        return read_metrics(self.folder / "metrics.jsonl")
+        return Run(self.folder).metrics
 
     @property
     def mean(self) -> str:
@@ -123,12 +123,11 @@ def load_model(
 
     Source: LAWA (arXiv 2209.14981) for the mean.
     """
-    folder = Path(folder)
-    check_is_run(folder)
-    config = configure.load_recorded(folder / "config.toml")
+    run = Run(folder)
+    folder, config = run.path, run.config
     _check_mean(config, folder, average, ema)
-    checkpoints = folder / "checkpoints"
-    steps = _choose_steps(folder, step, average)
+    checkpoints = run.checkpoint_folder
+    steps = _choose_steps(run, step, average)
     for chosen in steps:
         _check_settings(config, checkpoint.folder_of(checkpoints, chosen))
     with without_parameters() if lazy else nullcontext():
@@ -191,18 +190,18 @@ def _check_settings(config: configure.Config, path: Path) -> None:
         check_model_settings(config, checkpoint.read_manifest(path)["facts"], path)
 
 
-def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
+def _choose_steps(run: Run, step: int | None, average: int) -> list[int]:
     """Choose the steps of the `average` checkpoints up to `step`, by default the last.
 
     Raises RunError if there are fewer.
     """
-    steps = checkpoint.steps(folder / "checkpoints")
-    damaged = checkpoint.steps(folder / "checkpoints", ".damaged")
+    steps = run.checkpoints
+    damaged = checkpoint.steps(run.checkpoint_folder, ".damaged")
     if step is None and steps:
         last = steps[-1]
         if damaged and damaged[-1] > last:
             print(
-                f"warning: {folder}: the checkpoint of step {damaged[-1]} is damaged; "
+                f"warning: {run}: the checkpoint of step {damaged[-1]} is damaged; "
                 f"using that of step {last}"
             )
     elif step in steps:
@@ -213,11 +212,11 @@ def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
         if damaged:
             present += f"; damaged: {', '.join(map(str, damaged))}"
         remedy = "name one of these" if steps else "train it first"
-        raise RunError(f"{folder}: no checkpoint{wanted}, it has {present}; {remedy}")
+        raise RunError(f"{run}: no checkpoint{wanted}, it has {present}; {remedy}")
     steps = [other for other in steps if other <= last]
     if not 1 <= average <= len(steps):
         raise RunError(
-            f"--average {average}: {folder} has {len(steps)} checkpoint(s) up to step {last}; "
+            f"--average {average}: {run} has {len(steps)} checkpoint(s) up to step {last}; "
             f"name 1 to {len(steps)}, or train with a larger train.keep_checkpoints"
         )
     return steps[-average:]

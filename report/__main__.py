@@ -22,7 +22,7 @@ from pathlib import Path
 from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
 from report.overview import build_overview
-from report.runs import find_runs
+from runtime.runs import find_runs
 
 
 @command

@@ -15,7 +15,7 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from report.groups import Group, Variant
-from report.run import format_tick, format_value
+from report.labels import format_tick, format_value
 from report.style import GREY, choose_styles
 
 HEIGHT = 225  # points

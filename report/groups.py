@@ -14,9 +14,16 @@ from statistics import median_low
 from typing import Any
 
 from configure.schema import KEYS, select_keys
-from report.run import Run, count_values, find_varying, format_value, join_labels
-from report.runs import find_text_mismatch
+from report.labels import (
+    count_values,
+    describe,
+    find_text_mismatch,
+    find_varying,
+    format_value,
+    join_labels,
+)
 from report.style import STYLES
+from runtime.runs import Run
 
 FIRST_IN_LABELS = select_keys("label", "first")
 LAST_IN_LABELS = select_keys("label", "last")
@@ -163,7 +170,7 @@ def group_runs(runs: Sequence[Run], key: str | None = None) -> tuple[list[Group]
     notes = []
     for run in runs:
         notes += run.faults
-    notes += [f"{run.folder} is not compared: {run.progress}" for run in others]
+    notes += [f"{run.path} is not compared: {run.progress}" for run in others]
     tied_keys: list[str] = []
     if key is not None:
         check_key(compared, key)
@@ -261,7 +268,7 @@ def build_groups(
         variant = variants.setdefault(run.values(all_keys), make_variant(run))
         first = variant.runs.setdefault((x, run.seed), run)
         if first is not run:
-            notes.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
+            notes.append(f"{run.path} is left out: {first.path} has the same settings and seed")
     for variant in variants.values():
         find_group(variant.first_run).variants.append(variant)
     for run in others:
@@ -293,7 +300,7 @@ def reject_incomparable(groups: Sequence[Group]) -> tuple[list[Group], list[str]
     for group in groups:
         fault = find_text_mismatch(group.runs)
         if group.variants and group.key is None and not group.steps:
-            folders = ", ".join(str(run.folder) for run in group.runs)
+            folders = ", ".join(str(run.path) for run in group.runs)
             fault = f"{folders}: evaluated at no common step"
         if fault:
             faults.append(f"left out: {fault}")
@@ -313,7 +320,7 @@ def describe_gaps(group: Group) -> str:
 
     "" without any.
     """
-    gaps = [f"{run.folder} ({run.progress})" for run in group.runs if not run.ended]
+    gaps = [f"{run.path} ({run.progress})" for run in group.runs if not run.ended]
     seeds = {run.seed for run in group.runs}
     for variant in group.variants:
         for x in group.xs:
@@ -365,5 +372,5 @@ def label_groups(groups: Sequence[Group]) -> list[Group]:
             chosen.append(key)
     chosen.sort(key=SETTING_KEYS.index)
     for group, run in zip(groups, runs, strict=True):
-        group.label = join_labels(dict.fromkeys(run.describe(key) for key in chosen))
+        group.label = join_labels(dict.fromkeys(describe(run, key) for key in chosen))
     return sorted(groups, key=lambda group: [group.values[key] for key in chosen])

@@ -5,7 +5,7 @@ from typing import Any
 
 from configure.schema import select_keys
 from data.tokenizer import ByteTokenizer
-from report.run import Run
+from runtime.runs import Run
 
 NAMED_BY_VALUE = ("model.router", "data.name", "data.mix", "train.dtype")  # labels lack their keys
 REMEDY = (
@@ -64,28 +64,30 @@ def name_unit(run: Run) -> str:
 def find_text_mismatch(runs: Sequence[Run]) -> str:
     """Why the runs' losses cannot be paired: other data, tokenizer, length or windows.
 
-    "" if they can.
+    "" if they can. Data whose sha256 a damaged manifest hides is never equal to other data.
     """
-    identities = [run.identity() for run in runs]
+    for run in runs:
+        if run.faults and not run.metadata and len(runs) > 1:
+            return f"{run.faults[0]}, so the data of {run.path} is unknown; put back a copy"
     keys = select_keys("validation_text")
-    if all(identities):  # which identify the data better than its name
+    if all(run.metadata for run in runs):  # which identifies the data better than its name
         keys = [key for key in keys if not key.startswith("data.")]
     first_with: dict[str, tuple[Any, Run]] = {}  # {name: its value in the first run that has one}
-    for run, identity in zip(runs, identities, strict=True):
+    for run in runs:
         properties = {
-            "data (sha256 in their checkpoints)": identity.get("data"),
-            "tokenizer (sha256 in their checkpoints)": identity.get("tokenizer"),
+            "data (sha256 in their checkpoints)": run.metadata.get("data"),
+            "tokenizer (sha256 in their checkpoints)": run.metadata.get("tokenizer"),
+            "number of validation windows": run.count_windows(),
         }
         for key in keys:
             properties[key] = run.value(key)
-        properties["number of validation windows"] = run.count_windows()
         for name, value in properties.items():
             if value is None:
                 continue
             first_value, first_run = first_with.setdefault(name, (value, run))
             if value != first_value:
                 return (
-                    f"{first_run.folder} and {run.folder}: {name} is {str(first_value):.20} and "
+                    f"{first_run.path} and {run.path}: {name} is {str(first_value):.20} and "
                     f"{str(value):.20}, so their losses are of different text; {REMEDY}"
                 )
     return ""

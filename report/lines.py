@@ -1,21 +1,17 @@
 """The lines of pictures, as numbers.
 
-A *line* is (P, 4): rows of x, mean and the ends of its band or bar. NaN interrupts it.
+A *line* is (P, 4): rows of x, mean and the ends of its band or bar.
 """
 
-import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from report.comparisons import Difference, measure_difference
 from report.groups import Group, Variant
-from report.run import Run
 from report.tables import read_measure
 
 MAX_POINTS = 60  # of a line over steps; more are averaged, because training losses are noisy
-LOST = (math.nan, math.nan, math.nan)
 
 
 def collect_means(group: Group, variant: Variant, name: str) -> np.ndarray:
@@ -35,8 +31,7 @@ def collect_means(group: Group, variant: Variant, name: str) -> np.ndarray:
     for x, of_seeds in values.items():
         if of_seeds:
             points[x] = (np.mean(of_seeds), min(of_seeds), max(of_seeds))
-    kind = "val/loss" if name.startswith(("val", "tasks/")) else "train/loss"
-    return build_line(group, points, variant.runs.values(), kind)
+    return build_line(group, points)
 
 
 def collect_differences(group: Group, variant: Variant, baseline: str) -> dict[Any, Difference]:
@@ -50,19 +45,13 @@ def collect_differences(group: Group, variant: Variant, baseline: str) -> dict[A
     return differences
 
 
-def build_line(
-    group: Group, points: dict[Any, tuple], runs: Iterable[Run] = (), kind: str = "val/loss"
-) -> np.ndarray:
+def build_line(group: Group, points: dict[Any, tuple]) -> np.ndarray:
     """A line with these points, {x: (mean, low, high)}.
 
-    Over steps it is interrupted where one of `runs` lost its lines with `kind`, and neighbours of
-    many points are averaged, at the last one's step.
+    Over steps neighbours of many points are averaged, at the last one's step.
     """
     if not points:
         return np.empty((0, 4))
-    if group.key is None:
-        for run in runs:
-            points |= dict.fromkeys(run.missing.get(kind, ()), LOST)
     line = np.array([(x, *points[x]) for x in sorted(points)], float)
     if group.key or len(line) <= MAX_POINTS:
         return line

@@ -12,7 +12,8 @@ from statistics import median
 from common.text import escape_controls, plural
 from configure.schema import select_keys
 from report.blocks import Table
-from report.run import Run, find_varying, join_labels
+from report.labels import describe, find_varying, join_labels
+from runtime.runs import Run
 
 VALUES = {  # column: (name in metrics.jsonl, format)
     "train loss": ("train/loss", ".4f"),
@@ -37,7 +38,7 @@ def build_overview(runs: Sequence[Run], baseline: str = "kern") -> Table:
     lowest: dict[tuple, Run] = {}  # {setting: the run with the lowest final loss}
     for run in sort_runs(runs):
         row = describe_run(run)
-        settings = [run.describe(key) for key in varying]
+        settings = [describe(run, key) for key in varying]
         if run.config.train.branch_from:
             settings.append(f"branch of {run.config.train.branch_from}")
         notes = []
@@ -74,7 +75,7 @@ def describe_run(run: Run) -> dict[str, str]:
     speeds = list(run.series("perf/tokens_per_sec").values())[-5:]
     speed = median(speeds) if speeds else 0.0
     row = {
-        "run": str(run.folder),
+        "run": str(run.path),
         "state": state,
         "step": f"{step:,} of {run.max_steps:,} {step / run.max_steps:>4.0%}",
     }

@@ -24,11 +24,10 @@ from report import pictures, tables
 from report.blocks import Picture, Table
 from report.comparisons import MIN_SEEDS, compare_group
 from report.groups import Group, group_runs
+from report.labels import join_labels
 from report.overview import build_overview, count_states
 from report.paper import build_paper_table, check_experiment
-from report.run import Run, join_labels
-from report.runs import read_runs
-from report.status import format_time
+from runtime.runs import Run, format_time, read_runs
 
 TEMPLATE = Path(__file__).with_name("page.html")
 LONG = 15  # rows of a table, and notes, that are shown without being unfolded
@@ -97,7 +96,7 @@ def build_sections(report: Report, known: Mapping[tuple, Section]) -> dict[tuple
     for group in report.groups:
         data: list = [group.label]
         for run in group.shown_runs:
-            data += [run.folder, run.status.state, *run.series("val/loss").items()]
+            data += [run.path, run.status.state, *run.series("val/loss").items()]
         key = tuple(data)
         sections[key] = known.get(key) or build_section(report, group)
     return sections

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from report.chart import LINE_HEIGHT, Chart, Panel
 from report.comparisons import Comparison
 from report.groups import Group
+from report.labels import name_unit
 from report.lines import build_line, collect_differences, collect_means
 from report.style import NO_TOKEN
 from report.tables import find_measures, name_measure
@@ -59,7 +60,7 @@ def list_loss_panels(
     losses = {}
     for variant in group.variants + group.curves:
         losses[variant] = collect_means(group, variant, "val/loss")
-    title = f"validation loss, {group.shown_runs[0].unit}"
+    title = f"validation loss, {name_unit(group.shown_runs[0])}"
     panels = Chart(group, baseline, title, losses, marks_best=bool(group.key)).list_panels()
     lines = {}
     draws = set()  # what the intervals are over

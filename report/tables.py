@@ -10,7 +10,8 @@ from common.text import plural
 from report.blocks import Table
 from report.comparisons import Comparison, Difference, measure_difference
 from report.groups import Group, Variant
-from report.run import Run, format_tick, format_value, join_labels
+from report.labels import format_tick, format_value, join_labels, name_unit
+from runtime.runs import Run
 
 MEASURES = {  # besides the losses: {name in metrics.jsonl: (in words, format)}
     "val/gate_norm": ("gate norm", ".3f"),
@@ -165,7 +166,7 @@ def describe_group(group: Group) -> str:
     total, active = (format_range(counts) for counts in zip(*sizes, strict=True))
     return (
         f"`{run.config.data.label}`: {steps} steps of {tokens:,} tokens; {windows}. "
-        f"{total} parameters, {active} active. Losses in {run.unit}."
+        f"{total} parameters, {active} active. Losses in {name_unit(run)}."
     )
 
 

@@ -31,7 +31,7 @@ class Branch(NamedTuple):
 
         Raises RunError if it is damaged or missing.
         """
-        path = checkpoint.folder_of(self.trunk.checkpoints, self.step)
+        path = checkpoint.folder_of(self.trunk.checkpoint_folder, self.step)
         try:
             metadata = checkpoint.verify(path, ranks)["facts"]
         except checkpoint.DamagedError as error:
@@ -90,11 +90,7 @@ def find_branch(config: Config) -> Branch | None:
             f"Set these as the trunk has them: a branch may change only its decay and where it runs"
         )
     decay_start = recorded.optim.decay_start(recorded.train.max_steps)
-    saved = [
-        saved_step
-        for saved_step in checkpoint.steps(trunk.checkpoints)
-        if saved_step <= decay_start
-    ]
+    saved = [saved_step for saved_step in trunk.checkpoints if saved_step <= decay_start]
     if step not in saved:
         steps = ", ".join(str(saved_step) for saved_step in saved) or "none"
         raise RunError(

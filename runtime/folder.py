@@ -1,4 +1,4 @@
-"""A run's folder runs/<name>/: its config, its lock, and the choice of the folder for a config."""
+"""The folder of a run that trains: what a resume keeps and refuses, its lock, its name."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from configure import Config
 from configure.schema import select_keys
 from runtime import FAILURE_FILE, RunError, Stopped, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
-from runtime.metrics import read_metrics
+from runtime.runs import Run
 from runtime.settings import check_model_settings
 
 MAX_SUFFIX = 40  # characters in a folder's name that say how its config differs; not measured
@@ -45,41 +45,19 @@ def refused_changes(old: Config, new: Config, more: Iterable[str] = ()) -> list[
     return [line for line in configure.differences(old, new) if line.split(":")[0] not in allowed]
 
 
-class RunFolder:
-    """The folder of one run.
+class RunFolder(Run):
+    """The folder of a run that this process may train.
 
-    Its config.toml is read once; only `claim` and `write_config` change the folder.
-
-    Attributes:
-        path: runs/<name>; it need not exist.
-        checkpoints: the folder of its checkpoints.
+    Only `claim` and `write_config` change the folder.
     """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.checkpoints = self.path / "checkpoints"
-
-    def __str__(self) -> str:
-        return str(self.path)
 
     @cached_property
     def recorded(self) -> Config | None:
-        """The settings of its last start, from config.toml. None if there is no such file.
+        """The settings of its last start; None if there is no config.toml.
 
         Raises ConfigError if it cannot be read.
         """
-        file = self.path / "config.toml"
-        return configure.load_recorded(file) if file.is_file() else None
-
-    @property
-    def last_step(self) -> int:
-        """Step of the newest checkpoint, intact or not; 0 if there is none."""
-        return max(checkpoint.steps(self.checkpoints), default=0)
-
-    def read_val_losses(self) -> dict[int, float]:
-        """{step: val loss, nats per token}, from metrics.jsonl."""
-        lines = read_metrics(self.path / "metrics.jsonl")
-        return {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
+        return self.config if (self.path / "config.toml").is_file() else None
 
     def keep_recorded(self, config: Config) -> Config:
         """`config` with the recorded settings that a resume keeps.
@@ -108,7 +86,7 @@ class RunFolder:
             ConfigError: its config.toml cannot be read.
         """
         if self.recorded is None:
-            if any(self.checkpoints.glob("step_*")):
+            if any(self.checkpoint_folder.glob("step_*")):
                 raise RunError(
                     f"{self} has checkpoints but no config.toml, so their settings are unknown. "
                     "Put it back, or start over in a new folder (--fresh)"
@@ -132,10 +110,10 @@ class RunFolder:
             return False
         return recorded is not None and not refused_changes(recorded, self.keep_recorded(config))
 
-    def is_finished(self, config: Config, step: int) -> bool:
+    def is_complete(self, config: Config, step: int) -> bool:
         """True if the checkpoint of `step` is the end, and the last evaluation is done."""
         last_step = config.train.max_steps
-        return step > last_step or (step == last_step and step in self.read_val_losses())
+        return step > last_step or (step == last_step and step in self.val_losses)
 
     def describe_finished(self, config: Config) -> str | None:
         """One line on the run in it if its newest intact checkpoint is the end, else None.
@@ -145,10 +123,10 @@ class RunFolder:
         """
         self.find_changes(config)
         warnings = ""
-        for step in reversed(checkpoint.steps(self.checkpoints)):
-            if not self.is_finished(config, step):
+        for step in reversed(self.checkpoints):
+            if not self.is_complete(config, step):
                 return None  # the start reports damaged checkpoints
-            path = checkpoint.folder_of(self.checkpoints, step)
+            path = checkpoint.folder_of(self.checkpoint_folder, step)
             try:
                 metadata = checkpoint.verify(path)["facts"]
             except checkpoint.DamagedError as error:
@@ -162,7 +140,7 @@ class RunFolder:
         """Steps, loss, median speed, if known: `1000 steps, val loss 1.5931, 12,900 tokens/s`."""
         result = f"{step} steps"
         speeds = []
-        for line in read_metrics(self.path / "metrics.jsonl"):
+        for line in Run(self.path).metrics:  # as it is now
             if line["step"] == step and "val/loss" in line:
                 result += f", val loss {line['val/loss']:.4f}"
             if isfinite(line.get("perf/tokens_per_sec", nan)):
@@ -213,7 +191,7 @@ class RunFolder:
                 failure = self.path / FAILURE_FILE
                 earlier = failure.read_bytes() if failure.is_file() else b""
                 failure.unlink(missing_ok=True)
-            checkpoint.remove_partial_saves(self.checkpoints)
+            checkpoint.remove_partial_saves(self.checkpoint_folder)
             metrics = self.path / "metrics.jsonl"
             size = metrics.stat().st_size if metrics.is_file() else 0
             try:

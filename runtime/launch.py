@@ -45,8 +45,6 @@ def describe_next(run: Path, config: configure.Config) -> str:
         lines.append(f"  wandb sync {run}/wandb/offline-run-*")
     elif config.log.wandb != "disabled":
         lines.append(f"  ls {run}/wandb    # wandb's files")
-    if config.log.tensorboard:
-        lines.append(f"  tensorboard --logdir {run}/tensorboard")
     return "\n".join(lines)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec as find_package
 from typing import NamedTuple, Protocol
 
 import torch
@@ -152,7 +151,7 @@ def plan_run(
         // (config.train.micro_batch_size * distributed.world_size()),
         tasks=tasks,
         initial_weights=initial_weights,
-        evaluated_steps=set(logged_run.read_val_losses()),
+        evaluated_steps=set(logged_run.val_losses),
     )
 
 
@@ -182,10 +181,6 @@ def check_settings(config: Config) -> None:
 
     Prints a warning if the router cannot learn.
     """
-    if config.log.tensorboard and find_package("tensorboard") is None:
-        raise RunError(
-            "log.tensorboard = true: tensorboard is not installed: pip install tensorboard"
-        )
     try:
         spec = find_spec(config.model.router)
     except ValueError as error:

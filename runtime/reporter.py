@@ -24,7 +24,7 @@ from runtime.metrics import Metrics
 from runtime.preflight import Plan
 from runtime.state import TrainState
 from runtime.statistics import Statistics
-from runtime.tracker import WandbTracker, start_trackers
+from runtime.tracker import start_wandb
 from runtime.updates import Counters
 
 
@@ -44,7 +44,7 @@ class Reporter(AbstractContextManager["Reporter"]):
     """Writes config.toml, metrics, the header to stdout and a progress bar to stderr.
 
     Attributes:
-        wandb: the id of its wandb run; empty without one.
+        metadata: what a checkpoint needs: the id of its wandb run; empty without one.
     """
 
     def __init__(self, plan: Plan, state: TrainState, ranks: Ranks) -> None:
@@ -68,14 +68,9 @@ class Reporter(AbstractContextManager["Reporter"]):
         tags = [config.model.router, *config.data.sets]
         tags += [format_millions(total), f"{format_millions(active)} active"]
         resume_step = state.step or -1
-        trackers = start_trackers(
-            config, plan.run.path, resume_step, state.metadata.get("wandb"), tags
-        )
-        self.wandb = {}
-        for tracker in trackers:
-            if isinstance(tracker, WandbTracker):
-                self.wandb["wandb"] = tracker.id
-        self.metrics = Metrics(plan.run.path, resume_step, trackers, metadata=state.metadata)
+        tracker = start_wandb(config, plan.run.path, state.metadata.get("wandb"), tags)
+        self.metadata = {"wandb": tracker.id} if tracker else {}
+        self.metrics = Metrics(plan.run.path, resume_step, tracker)
         self.bar = progress_bar(
             every=10,
             desc=config.run.name,
@@ -91,11 +86,6 @@ class Reporter(AbstractContextManager["Reporter"]):
         # an error that is already raised must not be replaced
         with suppress(RunError) if error else nullcontext():
             self.metrics.close(failed=error is not None)
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """What a checkpoint needs: the wandb run, and which lines there are."""
-        return self.wandb | self.metrics.metadata
 
     @contextmanager
     def pause(self) -> Iterator[None]:

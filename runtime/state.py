@@ -252,10 +252,10 @@ def find_start(
     Raises:
         RunError: all checkpoints are damaged, or the newest is not of the data with `identity`.
     """
-    checkpoints = run.checkpoints
+    checkpoints = run.checkpoint_folder
     step, metadata = checkpoint.latest(checkpoints, ranks)
     if branch and not step:
-        checkpoints = branch.trunk.checkpoints
+        checkpoints = branch.trunk.checkpoint_folder
         step = branch.step
         metadata = branch.read_metadata(ranks)
     if step:

@@ -1,8 +1,7 @@
-"""Send a run's metrics to Weights & Biases (log.wandb) and TensorBoard (log.tensorboard).
+"""Send a run's metrics to Weights & Biases (log.wandb). docs/wandb.md lists the names.
 
-A tracker has `recall(lines)` for the lines of metrics.jsonl from earlier starts, `log(line)` for
-each new one, and `finish(exit_code)`. If it raises anything, runtime.metrics drops it and prints
-one line, so it cannot stop a run that has started. docs/wandb.md lists the names.
+If the tracker raises anything, runtime.metrics drops it and prints one line, so it cannot stop a
+run that has started.
 """
 
 import math
@@ -13,12 +12,10 @@ from typing import Any
 
 import torch
 
-import configure
 from balance import MEASURES
 from common.text import first_line
 from configure import Config
-
-Line = dict[str, Any]  # line of metrics.jsonl: numbers, or lists by layer, expert or window
+from runtime.metrics import Line
 
 # To start a run, and to finish one: wandb's own default waits for a network for ever. Not measured.
 WANDB_SECONDS = 30
@@ -67,75 +64,6 @@ class WandbTracker:
     def finish(self, exit_code: int = 0) -> None:
         """Wait, for WANDB_SECONDS at most, until all is sent; `exit_code` 0 means success."""
         self.run.finish(exit_code)
-
-
-class TensorBoardTracker:
-    """Writes lines to TensorBoard's files in a folder, under their names.
-
-    Its folder by_tokens has the losses over tokens in place of steps.
-    """
-
-    name, remedy = "tensorboard", ""
-
-    def __init__(self, folder: Path, resume_step: int, config: Config) -> None:
-        """Open the files; TensorBoard hides steps after `resume_step` of earlier starts."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.first_layer = 0
-        next_step = resume_step + 1
-        self.writer = SummaryWriter(str(folder), purge_step=next_step)
-        tokens_per_step = config.train.batch_size * config.model.block_size
-        tokens = next_step * tokens_per_step
-        self.by_tokens = SummaryWriter(str(folder / "by_tokens"), purge_step=tokens)
-        code = configure.dumps(config).replace("\n", "\n    ")  # Markdown, which TensorBoard shows
-        self.writer.add_text("config", f"    {code}", next_step)
-
-    def recall(self, lines: Sequence[Line]) -> None:
-        """Do nothing: earlier starts wrote their lines."""
-
-    def log(self, line: Line) -> None:
-        """Write one line, so that a kill does not lose it."""
-        for name, value in flatten_line(line, self.first_layer).items():
-            if name not in ("step", "tokens"):
-                self.writer.add_scalar(name, value, line["step"])
-            if name in ("train/loss", "val/loss"):
-                self.by_tokens.add_scalar(name, value, line["tokens"])
-        self.writer.flush()
-        self.by_tokens.flush()
-
-    def finish(self, exit_code: int = 0) -> None:
-        self.writer.close()
-        self.by_tokens.close()
-
-
-def start_trackers(
-    config: Config, folder: Path, resume_step: int, id: str | None, tags: Sequence[str]
-) -> list[WandbTracker | TensorBoardTracker]:
-    """Start the trackers of [log], with files in `folder`/wandb and `folder`/tensorboard.
-
-    If one fails, a line is printed and the run continues without it.
-
-    Args:
-        config: the run's settings.
-        folder: the run's folder.
-        resume_step: step of the checkpoint, -1 at the start.
-        id: the wandb run to resume, None for a new one.
-        tags: of the wandb run.
-    """
-    trackers: list[WandbTracker | TensorBoardTracker] = []
-    wandb = start_wandb(config, folder, id, tags)
-    if wandb:
-        trackers.append(wandb)
-    if config.log.tensorboard:
-        place = folder / "tensorboard"
-        try:
-            trackers.append(TensorBoardTracker(place, resume_step, config))
-        except Exception as error:
-            print(
-                f"tensorboard: no files ({first_line(error)}): continuing without; metrics.jsonl "
-                "has every number"
-            )
-    return trackers
 
 
 def start_wandb(

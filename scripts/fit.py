@@ -21,10 +21,10 @@ from scipy.special import fdtrc, ndtri, stdtrit
 from common.command import build_parser, command, require_packages, run_command
 from report.blocks import Table
 from report.groups import OPTION_KEYS
-from report.run import Run
-from report.runs import find_text_mismatch, read_runs
+from report.labels import find_text_mismatch, name_unit
 from report.style import DISTINCT
 from runtime.memory import flops_per_token
+from runtime.runs import Run, read_runs
 from scripts.plan import count_tokens
 
 MIN_BUDGETS = 4  # one more than parameters, to see a misfit
@@ -109,7 +109,7 @@ def read_ladder(runs: Sequence[Run]) -> Ladder:
         first = of_budget.setdefault(run.seed, run)
         if first is not run:
             raise ValueError(
-                f"{first.folder} and {run.folder}: both spend {flops:.3g} FLOPs with seed "
+                f"{first.path} and {run.path}: both spend {flops:.3g} FLOPs with seed "
                 f"{run.seed}, and a ladder has one setting for a budget; leave one out"
             )
     losses = []
@@ -139,12 +139,12 @@ def check_runs(runs: Sequence[Run]) -> None:
             if run.diverged is not None:
                 state = f"its validation loss was not finite at step {run.diverged:,}"
             raise ValueError(
-                f"{run.folder}: {state}; a law is of finished runs: continue it with train.py, or "
+                f"{run.path}: {state}; a law is of finished runs: continue it with train.py, or "
                 "leave it out"
             )
         if run.config.train.init_from:
             raise ValueError(
-                f"{run.folder}: train.init_from = {run.config.train.init_from}, whose FLOPs are "
+                f"{run.path}: train.init_from = {run.config.train.init_from}, whose FLOPs are "
                 "not known; leave it out"
             )
     mismatch = find_text_mismatch(runs)
@@ -154,7 +154,7 @@ def check_runs(runs: Sequence[Run]) -> None:
         for run in runs:
             if run.value(key) != runs[0].value(key):
                 raise ValueError(
-                    f"{runs[0].folder} and {run.folder}: {key} is {runs[0].value(key)} and "
+                    f"{runs[0].path} and {run.path}: {key} is {runs[0].value(key)} and "
                     f"{run.value(key)}; runs of a ladder differ in size, length and seed alone: "
                     "fit each alone"
                 )
@@ -306,9 +306,9 @@ def main(argv: Sequence[str]) -> None:
     ladder = read_ladder(runs)
     fit = fit_ladder(ladder)
     check_fit(fit)
-    print(f"{tabulate(fit).to_text()}\n\n{describe(fit, runs[0].unit)}")
+    print(f"{tabulate(fit).to_text()}\n\n{describe(fit, name_unit(runs[0]))}")
     if args.picture:
-        draw(fit, runs[0].unit, args.picture)
+        draw(fit, name_unit(runs[0]), args.picture)
         print(f"wrote {args.picture}")
 
 

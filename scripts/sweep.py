@@ -77,7 +77,7 @@ class Point(NamedTuple):
         run = RunFolder(self.folder)
         try:
             run.find_changes(self.config)
-            if run.is_finished(self.config, run.last_step):
+            if run.is_complete(self.config, run.last_step):
                 return max_steps
         # the folder holds another config's run: train.py explains it better
         except (RunError, ConfigError):

@@ -20,7 +20,7 @@ from typing import Any
 
 from common.command import build_parser, command, require_packages, run_command
 from report.overview import build_overview
-from report.runs import Reading, find_runs, read_runs
+from runtime.runs import Reading, find_runs, read_runs
 
 SCRIPT = Path(__file__).parents[1] / "report/live.js"
 TYPES = {".svg": "image/svg+xml", ".js": "text/javascript"}  # of files besides the page

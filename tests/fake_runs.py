@@ -13,10 +13,10 @@ import numpy as np
 import configure
 from configure.schema import KEYS, Mix
 from report.groups import Group, group_runs
-from report.runs import read_run
 from runtime import checkpoint
 from runtime.manifest import format_manifest
 from runtime.metrics import Metrics
+from runtime.runs import Run
 
 CONFIG = Path(__file__).parents[1] / "config"
 
@@ -80,7 +80,7 @@ def loss_of(folder: Path, step: int = -1) -> float:
 
 def load_groups(*folders: Path, key: str | None = None) -> list[Group]:
     """The groups that a report has of these runs."""
-    return group_runs([*map(read_run, folders)], key)[0]
+    return group_runs([*map(Run, folders)], key)[0]
 
 
 def with_other(config: configure.Config, key: str) -> configure.Config:

@@ -201,7 +201,6 @@ def end(config: Config) -> End:
         name: file["sha256"] for name, file in manifest["files"].items() if name != ".metadata"
     }
     facts = dict(manifest["facts"])
-    del facts["logged"]  # steps of `lines`, without an evaluation that was done after the save
     return End(lines, tensors, facts)
 
 

@@ -10,7 +10,7 @@ from configure import load
 from configure.attributes import key as declare_key
 from configure.schema import KEYS, has_effect, select_keys
 from report.groups import group_runs
-from report.runs import Run
+from runtime.runs import Run
 
 # What moves no loss, except by rounding.
 NEUTRAL = """
@@ -21,7 +21,7 @@ train.cuda_graph train.expert_parallel train.activation_checkpointing train.time
 train.checkpoint_interval train.checkpoint_minutes train.keep_checkpoints train.keep_steps
 train.ema_decay train.deterministic
 eval.interval eval.tasks eval.task_interval eval.tasks_dir
-log.interval log.wandb log.project log.group log.tensorboard
+log.interval log.wandb log.project log.group
 """
 # What variants of one group may differ in.
 OPTIONS = """
@@ -69,7 +69,9 @@ def count_arms(*configs):
     for seed, config in enumerate(configs):
         own = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
         losses = {step: {"step": step, "val/loss": 2.0} for step in (0, config.train.max_steps)}
-        runs.append(Run(REPO_ROOT / f"absent{seed}", own, losses))
+        run = Run(REPO_ROOT / f"absent{seed}")
+        run.config, run.metrics = own, list(losses.values())
+        runs.append(run)
     return [len(group.variants) for group in group_runs(runs)[0]]
 
 

@@ -11,12 +11,12 @@ from runs import checkpoints, content, end, run, steps
 import configure
 import train
 from report.groups import group_runs
-from report.runs import read_run
 from runtime import RunError, checkpoint
 from runtime.branch import check_length
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.preflight import plan_run
+from runtime.runs import Run
 
 # The most state to take over: dropout, a loss scale, a history of losses, sums of half a log
 # interval.
@@ -98,7 +98,7 @@ def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, 
     assert f"from step 9 of {path_of(trunk)}\n" in capsys.readouterr().out
     assert configure.load(path_of(config) / "config.toml") == config
     # of one setting
-    assert len(group_runs([read_run(path_of(one)) for one in (config, alone)])[0]) == 1
+    assert len(group_runs([Run(path_of(one)) for one in (config, alone)])[0]) == 1
 
 
 REFUSED = {
@@ -154,7 +154,7 @@ def test_damaged_or_cosine_trunk_is_refused(tiny, trunk):
 def test_length_of_a_run_may_change_until_either_decay(tiny, last, old, new, allowed):
     wsd = ["optim.schedule=wsd", FRACTION]
     run_folder = RunFolder(path_of(tiny()))
-    (run_folder.checkpoints / f"step_{last:08d}").mkdir(parents=True)
+    (run_folder.checkpoint_folder / f"step_{last:08d}").mkdir(parents=True)
     run_folder.write_config(tiny(*wsd, f"train.max_steps={old}"))
     if allowed:
         check_length(run_folder, tiny(*wsd, f"train.max_steps={new}"))

@@ -14,8 +14,8 @@ import pytest
 from fake_runs import make_run, make_seeds
 
 import report.__main__ as report
-from report.runs import read_runs
 from router import ROUTERS
+from runtime.runs import read_runs
 from scripts.watch import make_server
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

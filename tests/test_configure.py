@@ -440,7 +440,7 @@ RANGES = {  # of keys that are no choice
     "object": "data.mix",
     "boolean": "model.gated model.tie_embeddings model.bias data.document_mask "
     "train.activation_checkpointing train.deterministic "
-    "optim.muon_experts log.tensorboard",
+    "optim.muon_experts",
     "integer >= -1": "train.checkpoint_interval",
     "integer >= 0": "train.branch_step optim.base_width optim.base_hidden optim.base_layers "
     "optim.warmup_steps eval.task_interval",

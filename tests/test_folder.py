@@ -17,10 +17,10 @@ from configure import is_name_chosen, load
 from configure.check import format_toml
 from configure.removed import REMOVED
 from configure.schema import KEYS
-from report.runs import read_run
 from runtime import RunError, Stopped
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, find_or_rename, path_of
+from runtime.runs import Run
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_fresh_starts_over_in_a_new_folder(tiny, tiny_file, monkeypatch, capsys)
 # ---- what may change
 MAY_CHANGE = """
 run.dir data.dir eval.interval eval.tasks eval.task_interval eval.tasks_dir
-log.interval log.wandb log.project log.group log.tensorboard
+log.interval log.wandb log.project log.group
 train.max_steps train.micro_batch_size train.parallel train.compile train.activation_checkpointing
 train.expert_parallel train.device train.cuda_graph train.deterministic train.timeout_minutes
 train.checkpoint_interval train.checkpoint_minutes train.keep_checkpoints train.keep_steps
@@ -197,7 +197,7 @@ def test_a_run_of_before_keys_were_removed_resumes_to_the_bit(tiny, tiny_file):
     command = [str(tiny_file), "--eval.interval=1", "--train.checkpoint_interval=2"]
     assert train.main(command) == 0
     folder = path_of(tiny())
-    losses, config = RunFolder(folder).read_val_losses(), (folder / "config.toml").read_text()
+    losses, config = RunFolder(folder).val_losses, (folder / "config.toml").read_text()
     for key, (default, _) in REMOVED.items():
         section, name = key.split(".")
         config = re.sub(rf"(?m)^{name} = .*\n", "", config)
@@ -205,7 +205,7 @@ def test_a_run_of_before_keys_were_removed_resumes_to_the_bit(tiny, tiny_file):
     shutil.rmtree(folder / "checkpoints/step_00000004")
     (folder / "config.toml").write_text(config)
     assert train.main(command) == 0
-    assert RunFolder(folder).read_val_losses() == losses
+    assert RunFolder(folder).val_losses == losses
 
 
 # ---- who may write there
@@ -247,8 +247,8 @@ def test_an_error_is_written_to_the_folder_until_the_next_start(tiny, error, sta
                 raise RunError("refused")
             (run.path / "metrics.jsonl").write_text('{"step": 0, "tokens": 0, "train/loss": 1.0}\n')
             raise error
-        status = read_run(run.path).status
+        status = Run(run.path).status
         assert (status.state, status.trouble) == (state, trouble)
     with run.claim(ALONE):
         pass
-    assert read_run(run.path).status.state == "stopped"
+    assert Run(run.path).status.state == "stopped"

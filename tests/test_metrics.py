@@ -1,4 +1,4 @@
-"""runtime/metrics.py: damaged metrics.jsonl, the lines of trackers, loads in numbers."""
+"""runtime/metrics.py: lines and arrays through kills, full disks and damage."""
 
 import json
 import math
@@ -13,150 +13,24 @@ from hypothesis import strategies as st
 from runs import largest_file
 
 from runtime import RunError
-from runtime.metrics import ARRAYS, Metrics, find_missing_steps, read_metrics, to_ranges
+from runtime.metrics import ARRAYS, Metrics, read_metrics
 
 
-def steps(folder):
-    return [line["step"] for line in read_metrics(folder / "metrics.jsonl")]
-
-
-def write_lines(folder, *lines, end="\n"):
-    text = "\n".join(json.dumps(line) for line in lines) + end
-    (folder / "metrics.jsonl").write_text(text)
-    return text
-
-
-def test_resuming_leaves_each_step_once(tmp_path):
-    line, again, other = (
-        {"step": 2, "tokens": 64, name: value} for name, value in (("a", 1), ("a", 2), ("b", 3))
-    )
-    late = {"step": 1, "tokens": 32, "a": 4}
-    write_lines(tmp_path, {"step": 3, "tokens": 96, "a": 0}, line, other, again, late)
-    Metrics(tmp_path, 2).close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == [again, other, late]
-
-
-BROKEN = {
-    "not UTF-8": b'{"step": 1, "tokens": 2, "a\xff": 3}',
-    "a list": b'["step", "tokens"]',
-    "no step": b'{"tokens": 2}',
-    "no tokens": b'{"step": 1}',
-    "step a float": b'{"step": 1.0, "tokens": 2}',
-    "a text": b'{"step": 1, "tokens": 2, "val/loss": "2.5"}',
-    "nested": b'{"step": 1, "tokens": 2, "val/loss": {"a": 2.5}}',
-    "nested without end": b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("line", BROKEN.values(), ids=BROKEN)
-def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
-    good = b'{"step": 0, "tokens": 0}'
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good, line, good, b""]))
-    with pytest.raises(
-        RunError, match=r"metrics\.jsonl, line 2 is not a JSON object .*; remove that line"
-    ):
-        Metrics(tmp_path, 0)
-    assert (tmp_path / "metrics.jsonl").read_bytes().count(good) == 2  # left as it was
-
-
-@settings(fuzz, max_examples=40)
-@given(st.data())
-def test_a_kill_at_any_byte_loses_one_line_at_most(tmp_path, data):
-    lines = [{"step": step, "tokens": 64 * step, "train/loss": 1 / (step + 1)} for step in range(5)]
-    text = write_lines(tmp_path, *lines).encode()
-    cut, nuls = data.draw(st.integers(0, len(text))), data.draw(st.sampled_from([0, 0, 7]))
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(text[:cut] + b"\0" * nuls)
-    # complete without its line break, but not with NULs
-    ends = [match.end() - 1 for match in re.finditer(b"\n", text)]
-    complete = sum(end <= cut - (nuls > 0) for end in ends)
-    assert read_metrics(path) == lines[:complete]
-    metrics = Metrics(tmp_path, 3)
-    metrics.log(9, 576, **{"train/loss": torch.tensor(2.5), "val/loss": -math.inf})
-    # at once
-    assert read_metrics(path)[-1] == {
-        "step": 9,
-        "tokens": 576,
-        "train/loss": 2.5,
-        "val/loss": -math.inf,
-    }
-    metrics.close()
-    assert path.read_bytes().endswith(b"}\n")
-    assert steps(tmp_path) == [*range(min(complete, 4)), 9]
-
-
-def test_rewriting_is_synced_before_it_is_renamed(tmp_path, disk_calls):
-    write_lines(tmp_path, {"step": 0, "tokens": 0}, {"step": 9, "tokens": 9})
-    rewriting = ["sync metrics.jsonl.tmp", "rename metrics.jsonl", f"sync {tmp_path.name}"]
-    metrics = Metrics(tmp_path, 0)
-    assert disk_calls == rewriting
-    metrics.log(1, 64, **{"router/loads": torch.ones(1, 2)})
-    assert disk_calls == rewriting
-    metrics.sync()
-    arrays = ["sync router_00000001.npz.tmp", "rename router_00000001.npz", "sync arrays"]
-    assert disk_calls == [*rewriting, *arrays, "sync metrics.jsonl"]
-    metrics.close()
-
-
-def test_full_disk_is_an_error_or_a_warning(tmp_path, capsys):
-    with (
-        largest_file(40),
-        pytest.raises(
-            RunError, match=r"metrics\.jsonl cannot be written \(File too large\)\. Make"
-        ),
-    ):
-        Metrics(tmp_path, -1).log(0, 0, **{"a long name": 1.5})  # written in part
-    assert (tmp_path / "metrics.jsonl").read_text() == ""  # and not half a line
-    metrics = Metrics(tmp_path, -1, on_error="warn")
-    metrics.log(0, 0)
-    with largest_file(40):
-        for step in (1, 2):
-            metrics.log(step, 64 * step)
-        metrics.sync()
-    assert capsys.readouterr().out.count("warning: ") == 1 and steps(tmp_path) == [0]
-    metrics.log(3, 192)  # there is room again
-    assert steps(tmp_path) == [0, 1, 2, 3]
-    with largest_file(40):
-        metrics.log(4, 256)
-        with pytest.raises(RunError, match="metrics.jsonl cannot be written"):
-            metrics.close()  # numbers are lost
-
-
-def test_numbers_of_a_run_that_starts_over_are_kept_in_another_file(tmp_path, capsys):
-    metrics = Metrics(tmp_path, -1)
-    for step in range(3):
-        metrics.log(step, step, **{"router/loads": torch.ones(1, 2)})
-        metrics.sync()
-    metrics.close()
-    Metrics(tmp_path, 2).close()
-    assert capsys.readouterr().out == ""  # nothing is lost
-    Metrics(tmp_path, 1).log(2, 2)
-    assert (
-        "from the checkpoint of step 1, so its steps 2 to 2 begin again" in capsys.readouterr().out
-    )
-    for run in range(2):  # the second run is shorter and does not replace the first
-        Metrics(tmp_path, -1).log(0, 0)
-        assert ("no checkpoint, so its steps 1 to 2 begin again" in capsys.readouterr().out) == (
-            run == 0
-        )
-        assert [line["step"] for line in read_metrics(tmp_path / "metrics.old.jsonl")] == [0, 1, 2]
-        assert steps(tmp_path) == [0] and len([*(tmp_path / "arrays.old").iterdir()]) == 2
-
-
-def log_run(folder, steps=range(6), resume_step=-1, **options):
-    """Log training and, at even steps, an evaluation, with arrays that tell their step; returns the
-    Metrics.
-    """
+def log_run(folder, steps=range(6), resume_step=-1):
+    """Log training and, at even steps, an evaluation, with arrays that tell their step."""
     folder.mkdir(exist_ok=True)
-    metrics = Metrics(folder, resume_step, **options)
+    metrics = Metrics(folder, resume_step)
     for step in steps:
-        metrics.log(
-            step, 0, **{"train/loss": 1.0, "router/loads": torch.tensor([[step, 0.5], [1, 2]])}
-        )
+        loads = torch.tensor([[step, 0.5], [1, 2]])
+        metrics.log(step, 0, **{"train/loss": 1.0, "router/loads": loads})
         if step % 2 == 0:
             losses = torch.tensor([step, 0.1], dtype=torch.float64)
             metrics.log(step, 0, **{"val/loss": 2.0, "val/window_losses": losses})
     return metrics
+
+
+def steps(folder, file="metrics.jsonl"):
+    return [line["step"] for line in read_metrics(folder / file)]
 
 
 def read_all(folder):
@@ -168,12 +42,79 @@ def names_in(folder):
     return sorted(path.name for path in (folder / "arrays").iterdir())
 
 
+BROKEN = {
+    "not UTF-8": b'{"step": 1, "tokens": 2, "a\xff": 3}',
+    "a list": b'["step", "tokens"]',
+    "no step": b'{"tokens": 2}',
+    "no tokens": b'{"step": 1}',
+    "step a float": b'{"step": 1.0, "tokens": 2}',
+    "step beyond int64": b'{"step": 9223372036854775808, "tokens": 2}',
+    "step below zero": b'{"step": -1, "tokens": 2}',
+    "a text": b'{"step": 1, "tokens": 2, "val/loss": "2.5"}',
+    "a list in place of a number": b'{"step": 1, "tokens": 2, "val/loss": [2.5]}',
+    "a text in a list": b'{"step": 1, "tokens": 2, "val/loads": [[1, "2"]]}',
+    "nested": b'{"step": 1, "tokens": 2, "val/loss": {"a": 2.5}}',
+    "nested without end": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("line", BROKEN.values(), ids=BROKEN)
+def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
+    good = b'{"step": 0, "tokens": 0}'
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"\n".join([good, line, good, b""]))
+    with pytest.raises(RunError, match=r"line 2 is not a JSON object .*; remove that line"):
+        Metrics(tmp_path, 0)
+    assert file.read_bytes().count(good) == 2  # left as it was
+    file.write_bytes(b"\n".join([good, b'{"step": 1}']))  # whole, so no kill has cut it
+    with pytest.raises(RunError, match="line 2 is not"):
+        read_metrics(file)
+
+
+@settings(fuzz, max_examples=40)
+@given(st.data())
+def test_a_kill_at_any_byte_loses_one_line_at_most(tmp_path, data):
+    lines = [{"step": step, "tokens": 64 * step, "train/loss": 1 / (step + 1)} for step in range(5)]
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    cut = data.draw(st.integers(0, len(text)))
+    nuls = data.draw(st.sampled_from([0, 0, 7]))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(text[:cut] + b"\0" * nuls)
+    # complete without its line break, but not with NULs
+    ends = [match.end() - 1 for match in re.finditer(b"\n", text)]
+    complete = sum(end <= cut - (nuls > 0) for end in ends)
+    assert read_metrics(path) == lines[:complete]
+    metrics = Metrics(tmp_path, 3)
+    metrics.log(9, 576, **{"train/loss": torch.tensor(2.5), "val/loss": -math.inf})
+    wanted = {"step": 9, "tokens": 576, "train/loss": 2.5, "val/loss": -math.inf}
+    assert read_metrics(path)[-1] == wanted  # at once
+    metrics.close()
+    assert path.read_bytes().endswith(b"}\n")
+    assert steps(tmp_path) == [*range(min(complete, 4)), 9]
+
+
+@pytest.mark.parametrize("killed_at", range(6))
+@pytest.mark.parametrize("saved_at", [-1, 0, 1, 3])
+def test_a_resumed_run_has_the_lines_and_arrays_of_one_that_was_not_killed(
+    tmp_path, saved_at, killed_at
+):
+    log_run(tmp_path / "whole").close()
+    log_run(tmp_path / "cut", range(saved_at + 1)).sync()
+    log_run(tmp_path / "cut", range(saved_at + 1, killed_at), resume_step=saved_at)
+    (tmp_path / "cut/arrays").mkdir(exist_ok=True)
+    (tmp_path / "cut/arrays/val_00000009.npz.1.tmp").touch()
+    log_run(tmp_path / "cut", range(saved_at + 1, 6), resume_step=saved_at).close()
+    assert read_all(tmp_path / "cut") == read_all(tmp_path / "whole")
+    assert steps(tmp_path / "cut") == steps(tmp_path / "whole")
+    assert not [name for name in names_in(tmp_path / "cut") if name.endswith("tmp")]
+
+
 def test_arrays_are_beside_short_lines(tmp_path):
     metrics = log_run(tmp_path)
     first, second, *_ = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert first == '{"step": 0, "tokens": 0, "train/loss": 1.0}'
     assert second == '{"step": 0, "tokens": 0, "val/loss": 2.0}'
-    files = [f"{section}_0000000{step}.npz" for section in ("router", "val") for step in (0, 2, 4)]
+    files = [f"{prefix}_0000000{step}.npz" for prefix in ("router", "val") for step in (0, 2, 4)]
     assert names_in(tmp_path) == files  # each evaluation writes; the loads of step 5 wait
     metrics.sync()
     assert names_in(tmp_path) == sorted([*files, "router_00000005.npz"])
@@ -187,57 +128,73 @@ def test_arrays_are_beside_short_lines(tmp_path):
     assert line == {"step": 4, "tokens": 0, "val/loss": 2.0, "val/window_losses": [4, 0.1]}
 
 
-@pytest.mark.parametrize("killed_at", range(6))
-@pytest.mark.parametrize("saved_at", [-1, 0, 1, 3])
-def test_a_kill_loses_no_array_up_to_the_checkpoint(tmp_path, saved_at, killed_at):
-    log_run(tmp_path / "whole").close()
-    first = log_run(tmp_path / "cut", range(saved_at + 1))
-    first.sync()
-    log_run(tmp_path / "cut", range(saved_at + 1, killed_at), resume_step=saved_at)
-    log_run(tmp_path / "cut", range(saved_at + 1, 6), resume_step=saved_at).close()
-    assert read_all(tmp_path / "cut") == read_all(tmp_path / "whole")
-    assert steps(tmp_path / "cut") == steps(tmp_path / "whole")
-
-
 def test_an_evaluation_that_has_a_line_has_its_arrays(tmp_path, monkeypatch):
-    """Arrays are written first: after a kill in between the evaluation has no line, so a resume
-    repeats it.
-    """
+    """After a kill in between it has no line, so a resume repeats it."""
     metrics = log_run(tmp_path, steps=range(1))
 
     def kill(*args):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(metrics, "_write_lines", kill)
-        with pytest.raises(KeyboardInterrupt):
-            metrics.log(2, 0, **{"val/loss": 2.0, "val/window_losses": torch.ones(2)})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("runtime.metrics.os.fstat", kill)  # the lines are written after it
+        metrics.log(2, 0, **{"val/loss": 2.0, "val/window_losses": torch.ones(2)})
     assert names_in(tmp_path)[-1] == "val_00000002.npz" and steps(tmp_path)[-1] == 0
 
 
-def test_arrays_on_a_full_disk(tmp_path, capsys):
-    metrics, warned = (
-        log_run(tmp_path / "stop", steps=[1]),
-        log_run(tmp_path / "warn", steps=[1], on_error="warn"),
-    )
-    with largest_file(150):
-        with pytest.raises(
-            RunError, match=r"router_00000001\.npz cannot be written \(File too large\)\. Make"
-        ):
+def test_what_is_written_is_synced_in_order(tmp_path, disk_calls):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "tokens": 0}\n{"step": 9, "tokens": 9}\n')
+    rewriting = ["sync metrics.jsonl.tmp", "rename metrics.jsonl", f"sync {tmp_path.name}"]
+    metrics = Metrics(tmp_path, 0)
+    metrics.log(1, 64, **{"router/loads": torch.ones(1, 2)})
+    assert disk_calls == rewriting
+    metrics.sync()
+    arrays = ["sync router_00000001.npz.tmp", "rename router_00000001.npz", "sync arrays"]
+    assert disk_calls == [*rewriting, *arrays, "sync metrics.jsonl"]
+    metrics.close()
+
+
+def test_a_full_disk_is_said_once_and_costs_no_line(tmp_path, capsys):
+    """Training goes on; a checkpoint is refused."""
+    metrics = log_run(tmp_path, steps=[1])
+    with largest_file(60):
+        metrics.log(2, 128, **{"a long name": 1.5})  # written in part, then taken back
+        metrics.log(3, 192, **{"router/loads": torch.ones(2, 2)})
+        assert steps(tmp_path) == [1]
+        with pytest.raises(RunError, match=r"npz cannot be written \(File too large\)\. Make"):
             metrics.sync()
-        warned.sync()
-        warned.log(2, 0, **{"router/loads": torch.ones(2, 2)})
-        warned.sync()
-    assert capsys.readouterr().out.count("warning: ") == 1 and not names_in(tmp_path / "warn")
-    warned.close()
-    # the second line is none of training
-    assert [*read_all(tmp_path / "warn")] == [(1, "router/loads")]
-    assert np.load(tmp_path / "warn/arrays/router_00000002.npz")["step"].tolist() == [1, 2]
+    assert capsys.readouterr().out.count("warning: ") == 1
+    assert not (tmp_path / "arrays").exists() or not names_in(tmp_path)
+    metrics.log(4, 256)  # there is room again
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    with largest_file(60):
+        metrics.log(5, 320)
+        assert capsys.readouterr().out.count("warning: ") == 1
+        with pytest.raises(RunError, match="cannot be written"):
+            metrics.close()  # numbers are lost
+
+
+def test_numbers_of_a_run_that_starts_over_are_kept_in_another_file(tmp_path, capsys):
+    metrics = Metrics(tmp_path, -1)
+    for step in range(3):
+        metrics.log(step, step, **{"router/loads": torch.ones(1, 2)})
+        metrics.sync()
+    metrics.close()
+    Metrics(tmp_path, 2).close()
+    assert capsys.readouterr().out == ""  # nothing is lost
+    Metrics(tmp_path, 1).log(2, 2)
+    said = "resumed from the checkpoint of step 1, so its steps 2 to 2 begin again"
+    assert said in capsys.readouterr().out
+    for is_first in (True, False):  # the second run is shorter and does not replace the first
+        Metrics(tmp_path, -1).log(0, 0)
+        said = "no checkpoint, so its steps 1 to 2 begin again"
+        assert (said in capsys.readouterr().out) == is_first
+        assert steps(tmp_path, "metrics.old.jsonl") == [0, 1, 2]
+        assert steps(tmp_path) == [0] and len([*(tmp_path / "arrays.old").iterdir()]) == 2
 
 
 def test_lists_in_the_metrics_of_old_runs_are_read_and_kept(tmp_path):
     old = {"step": 1, "tokens": 0, "train/loss": 1.0, "router/loads": [[9.0, 1.0]]}
-    write_lines(tmp_path, old)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(old) + "\n")
     log_run(tmp_path, range(2, 4), resume_step=1).close()
     assert read_metrics(tmp_path / "metrics.jsonl", ARRAYS)[0] == old
     assert [step for step, name in read_all(tmp_path) if name == "router/loads"] == [1, 2, 3]
@@ -255,19 +212,3 @@ def test_a_damaged_file_of_arrays_is_named(tmp_path, damage):
         read_all(tmp_path)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9
     log_run(tmp_path, (), resume_step=5).close()  # training needs none of it
-
-
-LONG_RUN = {*range(10, 200_000, 10), 200_001}  # by log.interval, and the last step
-
-
-@pytest.mark.parametrize("steps", [set(), {7}, {0, 3, 4, 5, 9, 10, 30}, LONG_RUN])
-def test_steps_are_found_again_in_their_ranges(steps):
-    metadata = {"logged": {"train/loss": to_ranges(steps)}}
-    found = find_missing_steps({"train/loss": set()}, metadata)
-    assert found == ({"train/loss": steps} if steps else {})
-    assert find_missing_steps({"train/loss": steps, "val/loss": set()}, metadata) == {}
-
-
-@pytest.mark.parametrize("ranges", [[[0, 10**15, 1]], [[0, 9, 0]], [[0, 9]], [["a", 9, 1]], 7])
-def test_ranges_that_no_run_wrote_are_no_steps(ranges):
-    assert find_missing_steps({"val/loss": set()}, {"logged": {"val/loss": ranges}}) == {}

@@ -155,7 +155,6 @@ DEFAULTS |= {
     "log.wandb": "disabled",
     "log.project": "nanokern",
     "log.group": "",
-    "log.tensorboard": False,
 }
 
 

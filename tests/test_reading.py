@@ -18,8 +18,8 @@ from fake_runs import make_run
 from report.__main__ import make_report_parser
 from report.comparisons import compare_group
 from report.page import read_report
-from report.runs import read_runs
 from runtime import FAILURE_FILE
+from runtime.runs import read_runs
 from scripts import sweep, watch
 
 KINDS = ("finished", "young", "running", "stopped", "failed", "nan", "cut", "unreadable", "shape")

@@ -32,12 +32,12 @@ from report.lines import collect_differences
 from report.overview import build_overview, count_states
 from report.page import build_sections, read_report
 from report.paper import NUMBERS, build_paper_table
-from report.runs import read_run, read_runs
 from runtime import FAILURE_FILE
+from runtime.runs import Run, read_runs
 
 
 def load(*folders, key=None):
-    return group_runs([read_run(folder) for folder in folders], key)
+    return group_runs([Run(folder) for folder in folders], key)
 
 
 def labels_of(group):
@@ -49,11 +49,11 @@ def name_of(comparison):
 
 
 def test_losses_that_are_not_finite(tmp_path):
-    """The first is named; a finite one after them counts as an evaluation."""
+    """A finite one after them counts as an evaluation."""
     folder = make_run(tmp_path / "kern", until=0.7)
     line, metrics = '{"step": %d, "tokens": 1, "val/loss": NaN}\n', folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + line % 800 + line % 900)
-    assert read_run(folder).progress == "failed at step 800 of 1,000: val/loss is nan"
+    assert Run(folder).progress == "failed at step 900 of 1,000: val/loss is nan"
     for text, said in (
         (line % 0, "failed at step 0 of 1,000: val/loss is nan; continue with train.py"),
         ("", "stopped at step 0 of 1,000; continue with train.py"),
@@ -70,7 +70,7 @@ def test_folders_stand_for_the_runs_below_them(tmp_path):
         (folder / "report.html").write_text("")
     places = [runs[1], tmp_path, tmp_path / "nothing", tmp_path / "report"]
     read, (note,) = read_runs(places)
-    assert [run.folder for run in read] == [runs[1], runs[0]]
+    assert [run.path for run in read] == [runs[1], runs[0]]
     assert note.startswith(f"left out: {tmp_path}/nothing: no such folder")
 
 
@@ -86,8 +86,13 @@ def test_runs_on_other_text_are_refused(tmp_path):
         groups, notes = load(dense, softmax, kern)
         said = rf"dense and .*: {name} .* is sha of .* and else.* separate reports"
         assert groups == [] and re.search(said, notes[-1])
-        (kern / "checkpoints/step_00000200/manifest.json").write_text("damaged")
-        assert len(load_groups(dense, softmax, kern)) == 1
+        newest, older = (kern / f"checkpoints/step_00000{n}00/manifest.json" for n in (2, 1))
+        newest.write_text("damaged")  # an older one knows the data, too
+        groups, notes = load(dense, softmax, kern)
+        assert len(groups) == 1 and f"{newest}: damaged, checksum mismatch" in notes
+        older.write_text("damaged")
+        groups, notes = load(dense, softmax, kern)
+        assert groups == [] and f"so the data of {kern} is unknown" in notes[-1]
         shutil.rmtree(kern / "checkpoints")
     more = make_run(tmp_path / "more", "model.router=tanh", windows=9)
     groups, (note,) = load(softmax, more)
@@ -96,7 +101,7 @@ def test_runs_on_other_text_are_refused(tmp_path):
     young = make_run(tmp_path / "young", "model.router=tanh", windows=9, until=0.3)
     same = make_run(tmp_path / "same", "model.router=tanh", "run.seed=1", until=0.3)
     (group,), notes = load(softmax, young, same)
-    assert [curve.first_run.folder for curve in group.curves] == [same]
+    assert [curve.first_run.path for curve in group.curves] == [same]
     assert "number of validation windows is 8 and 9" in notes[-1] and "young" in notes[-1]
     other = make_run(tmp_path / "other", "data.name=other")
     groups, notes = load(softmax, more, other)  # the other group stands
@@ -150,7 +155,7 @@ def test_a_group_in_words(tmp_path):
     (group,) = load_groups(*runs)
     sizes = []
     for run in runs:
-        model = GPT(read_run(run).config.model)
+        model = GPT(Run(run).config.model)
         total = sum(parameter.numel() for parameter in model.parameters())
         expert = 2 * 128 * 8  # both matrices of one
         idle = 0 if run.name == "dense" else 2 * (64 - 8) * expert
@@ -210,7 +215,7 @@ def test_mixtures_of_equal_parts_are_one_setting(tmp_path):
     groups = load_groups(*runs)
     assert [len(group.runs) for group in groups] == [2, 1]
     assert [group.label for group in groups] == ["a 6 + b 4", "a 3 + b 1"]
-    build_overview([read_run(run) for run in runs])
+    build_overview([Run(run) for run in runs])
 
 
 @pytest.mark.parametrize("scope, count", [("global", 1), ("micro_batch", 2)])
@@ -256,17 +261,15 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
     again = make_run(tmp_path / "again", until=0.5)
     # keys that change no loss
     twice = make_run(tmp_path / "twice", "train.micro_batch_size=4", "log.interval=3")
-    read = [read_run(folder) for folder in (again, early, kern, dense, twice)]
-    read[1].faults.append("early is damaged")
+    read = [Run(folder) for folder in (again, early, kern, dense, twice)]
     (group,), notes = group_runs(read)
-    assert group.steps[-1] == 1000 and {run.folder for run in group.runs} == {kern, dense}
+    assert group.steps[-1] == 1000 and {run.path for run in group.runs} == {kern, dense}
     assert sorted(notes) == sorted([
         f"{again} is not compared: stopped at step 500 of 1,000",
         f"{early} is not compared: stopped at step 200 of 1,000",
         f"{twice} is left out: {kern} has the same settings and seed",
-        "early is damaged",
     ])  # fmt: skip
-    assert [curve.first_run.folder for curve in group.curves] == [early, again]
+    assert [curve.first_run.path for curve in group.curves] == [early, again]
     further = make_run(tmp_path / "x", until=0.6)
     failed = make_run(tmp_path / "failed", "model.router=tanh", until=0.6)
     (failed / FAILURE_FILE).write_text("out of memory. And more")
@@ -316,7 +319,7 @@ def test_few_seeds_have_an_interval_over_documents_that_decides_nothing(tmp_path
     runs = make_seeds(tmp_path, {"kern": 1.5, "tanh": 2.0}, seeds, noise=0.01, documents=4)
     (group,) = load_groups(*runs)
     (comparison,) = compare_group(group, "tanh", margin=9)
-    windows = [np.array(read_run(run).evaluations[1000]["val/window_losses"]) for run in runs]
+    windows = [np.array(Run(run).evaluations[1000]["val/window_losses"]) for run in runs]
     apart = np.mean(windows[:seeds], 0) - np.mean(windows[seeds:], 0)
     oracle = stats.ttest_1samp(apart.reshape(4, -1).mean(1), 0).confidence_interval()
     assert comparison.difference.low == pytest.approx(oracle.low)

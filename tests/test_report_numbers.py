@@ -6,11 +6,9 @@ number of its own, so one of another run, seed, step or value of the key shows.
 
 import html
 import json
-import math
 import re
 from functools import cache
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from scipy import stats
 import report.__main__ as report
 from report import pictures
 from report.comparisons import compare_group
-from report.lines import build_line, collect_means
 from report.style import GREY, NO_TOKEN, STYLES
 from report.tables import MEASURES, build_measure_table, name_measure
 
@@ -212,31 +209,6 @@ def test_of_many_routers_the_baseline_and_the_best_have_colours(tmp_path):
                 assert line.get_color() == STYLES[router][0]
                 last = list(read_series(runs[router], name).values())[-1]
                 assert line.get_ydata()[-1] == pytest.approx(last)
-
-
-def test_a_line_is_interrupted_where_a_run_lost_its_metrics(tmp_path):
-    group = SimpleNamespace(key=None)
-    runs = [SimpleNamespace(missing={}), SimpleNamespace(missing={"val/loss": [2, 3]})]
-    points = {step: (step + 0.5, step, step + 1.0) for step in (1, 4)}
-    lost = [math.nan] * 3
-    line = build_line(group, dict(points), runs)
-    wanted = [[1, 1.5, 1, 2], [2, *lost], [3, *lost], [4, 4.5, 4, 5]]
-    np.testing.assert_array_equal(line, wanted)
-    line = build_line(group, dict(points), runs, "train/loss")
-    np.testing.assert_array_equal(line, [wanted[0], wanted[3]])
-    line = build_line(SimpleNamespace(key="optim.lr"), dict(points), runs)  # has no steps
-    np.testing.assert_array_equal(line, [wanted[0], wanted[3]])
-    many = {step: (1.0, 0.0, 2.0) for step in range(5, 125)}  # two points become one
-    line = build_line(group, many, [SimpleNamespace(missing={"val/loss": [7]})])
-    assert np.flatnonzero(np.isnan(line[:, 1])).tolist() == [1] and len(line) == 60
-    (group,) = load_groups(make_run(tmp_path / "run", measured=["tasks/arc/acc", "val_ema/loss"]))
-    (variant,) = group.variants
-    variant.first_run.missing = {"val/loss": [250], "train/loss": [450]}
-    validated = ("val/loss", "val/gate_norm", "val_ema/loss", "tasks/arc/acc")
-    for name in (*validated, "train/loss", "router/entropy"):
-        line = collect_means(group, variant, name)
-        lost = 250 if name in validated else 450
-        assert line[np.isnan(line[:, 1]), 0].tolist() == [lost]
 
 
 def test_loads_are_those_of_the_runs(tmp_path):

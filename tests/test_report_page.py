@@ -19,10 +19,10 @@ from report import pictures
 from report.blocks import Picture, Table
 from report.comparisons import compare_group
 from report.page import Report, Section, draw_pictures, format_page
-from report.runs import read_run
 from report.style import DISTINCT, STYLES, choose_styles
 from report.tables import name_measure
 from router import ROUTERS
+from runtime.runs import Run
 
 
 def lines_of(axes):
@@ -45,13 +45,13 @@ def test_losses_over_steps(tmp_path):
     validation, minus = draw_losses(group)
     assert validation.get_title("left") == "validation loss, nats per token"
     assert minus.get_title("left") == "minus kern's, 95% over seeds"
-    losses = [read_run(run).evaluations[1000]["val/loss"] for run in runs[:3]]
+    losses = [Run(run).evaluations[1000]["val/loss"] for run in runs[:3]]
     xs, ys = lines_of(validation)["kern"]
     assert xs == list(range(0, 1001, 100)) and ys[-1] == pytest.approx(np.mean(losses))
     kern = validation.collections[list(lines_of(validation)).index("kern")]
     ends = [y for x, y in kern.get_paths()[0].vertices if x == 1000]
     assert (min(ends), max(ends)) == pytest.approx((min(losses), max(losses)))
-    middle = np.array([read_run(run).evaluations[500]["val/loss"] for run in runs])
+    middle = np.array([Run(run).evaluations[500]["val/loss"] for run in runs])
     kern, tanh = middle[:3], middle[3:]
     (label, (xs, ys)), *others = lines_of(minus).items()
     assert (label, others, xs) == ("tanh", [], list(range(100, 1001, 100)))
@@ -71,7 +71,7 @@ def test_a_constant_difference_is_shown_from_its_start(tmp_path):
     assert minus.get_xlim()[0] < 100
     assert 3 <= sum(0 <= tick <= 1000 for tick in minus.get_xticks()) <= 5  # labels have room
     panel = pictures.list_loss_panels(group, "kern")[0]
-    losses = [loss_of(run.folder) for run in group.runs]
+    losses = [loss_of(run.path) for run in group.runs]
     kern, tanh = np.mean(losses[3:]), np.mean(losses[:3])
     said = f"At step 1,000: kern {kern:.4g} is lowest, tanh {tanh:.4g} highest."
     assert panel.sentence == said
@@ -80,7 +80,7 @@ def test_a_constant_difference_is_shown_from_its_start(tmp_path):
     for routers, more in ({"kern": 2}, ""), ({"kern": 2, "tanh": 2}, " for all"):
         (group,) = load_groups(*make_seeds(tmp_path / f"equal{more}", routers, 1))
         (panel, *_) = pictures.list_loss_panels(group, "kern")
-        loss = loss_of(group.runs[0].folder)
+        loss = loss_of(group.runs[0].path)
         assert panel.sentence == f"At step 1,000: {loss:.4g}{more}."
     assert list_notes(minus) == "minus kern's, 95% over seeds"
 

@@ -5,7 +5,6 @@ This file is the program of torchrun's ranks, too.
 """
 
 import hashlib
-import html
 import json
 import math
 import os
@@ -35,15 +34,12 @@ from eval.trained import load_model
 from hf.export import export
 from model import GPT
 from report import __main__ as report
-from report.groups import group_runs
-from report.lines import collect_means
-from report.runs import read_run
 from runtime import RunError, checkpoint, folder
 from runtime import state as train_state
 from runtime.folder import RunFolder
 from runtime.manifest import format_manifest
 from runtime.signals import EXIT_CODE, Stop
-from scripts import sample, watch
+from scripts import sample
 
 RATE = train.learning_rate
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -574,7 +570,6 @@ def test_a_config_that_is_empty_or_cut_is_refused(tiny, every_reader):
     file = folder.path_of(tiny()) / "config.toml"
     lines = file.read_text().splitlines(keepends=True)
     refused = 0
-    # without the last line, log.tensorboard, it is as old runs have it
     for length in range(0, len(lines) - 1, 6):
         file.write_text("".join(lines[:length]))
         refuse("config.toml: ")
@@ -582,81 +577,6 @@ def test_a_config_that_is_empty_or_cut_is_refused(tiny, every_reader):
     assert refused > 15
     file.write_text("".join(lines)[:-40])
     refuse("config.toml")
-
-
-# ---- metrics that are lost
-@pytest.mark.usefixtures("without_pictures")
-@pytest.mark.parametrize("lost", [range(3, 6), range(6, 9)], ids=["a gap", "the end"])
-def test_lost_lines_and_damaged_arrays_are_named(tiny, tmp_path, capsys, lost):
-    own = ["log.interval=1", "eval.interval=2", "train.checkpoint_interval=4"]
-    run(tiny(*own, "train.max_steps=8"))
-    place = folder.path_of(tiny())
-    file = place / "metrics.jsonl"
-    kept, losses, evaluations = [], [], []
-    for text in file.read_text().splitlines(keepends=True):
-        line = json.loads(text)
-        if line["step"] not in lost:
-            kept.append(text)
-        elif "val/loss" in line:
-            evaluations.append(line["step"])
-        else:
-            losses.append(line["step"])
-    file.write_text("".join(kept))
-    arrays = sorted((place / "arrays").glob("router_*.npz"))[0]
-    flip(arrays, 8 * (arrays.stat().st_size // 2))
-
-    def assert_named(text):
-        wide = " ".join(text.split())
-        assert "metrics.jsonl is cut short or has a gap" in wide
-        assert f"3 lines with train/loss (steps {losses[0]} to {losses[-1]})" in wide
-        span = "step 4" if evaluations == [4] else f"steps 6 to {evaluations[-1]}"
-        span = "step 6" if evaluations == [6] else span
-        assert f"with val/loss ({span})" in wide
-
-    assert (losses, evaluations) == ([3, 4, 5], [4]) or (losses, evaluations) == ([6, 7, 8], [6, 8])
-    for last_step in (8, 10):  # as it is, and after it was resumed: the lines are still missing
-        assert report.main([str(place), "--out", str(tmp_path / "report")]) == 0
-        page = (tmp_path / "report/report.html").read_text()
-        assert_named(page)
-        assert f"{arrays.name} is damaged" in page
-        ((group,), _) = group_runs([read_run(place)])
-        points = collect_means(group, group.variants[0], "val/loss")
-        gaps = [step for step, mean, *_ in points if math.isnan(mean)]
-        assert gaps == evaluations and list(points[:, 0]) == list(range(0, last_step + 1, 2))
-        assert_named(watch.format_table([place]))
-        capsys.readouterr()
-        if last_step == 8:
-            train.train(tiny(*own, "train.max_steps=10"))
-            printed = capsys.readouterr().out
-            assert_named(printed)
-            assert f"{arrays.name} is damaged" in printed
-            if 8 in evaluations:  # which was done again, at the start
-                evaluations.remove(8)
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_lines_that_contradict_each_other_are_named(tiny, tmp_path):
-    """Copies with other values, steps beyond the end, and lines in another order."""
-    run(tiny("log.interval=1", "eval.interval=2", "train.max_steps=4"))
-    place = folder.path_of(tiny())
-    file = place / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    last = json.loads(lines[-1])
-    higher = json.dumps(last | {"val/loss": last["val/loss"] + 1}) + "\n"
-    later = json.dumps(last | {"step": 9}) + "\n"
-    changes = {
-        f"step 4 has val/loss {last['val/loss']} and {last['val/loss'] + 1}": [*lines, higher],
-        "step 9 is beyond the run's 4 steps": [*lines, later],
-        "step 3 comes after step 4": lines[::-1],
-        "": [*lines, lines[-1]],  # a copy says nothing new
-    }
-    for words, changed in changes.items():
-        file.write_text("".join(changed))
-        assert report.main([str(place), "--out", str(tmp_path / "report")]) == 0
-        for text in ((tmp_path / "report/report.html").read_text(), watch.format_table([place])):
-            text = " ".join(html.unescape(text).split())
-            assert ("metrics.jsonl was changed" in text) == bool(words)
-            assert words in text
 
 
 def test_full_disk_at_the_claim_names_the_folder(main, tiny, capsys):

@@ -1,26 +1,21 @@
-"""runtime/tracker.py: what Weights & Biases and TensorBoard receive, failures that must not stop a
-run.
-"""
+"""runtime/tracker.py: what Weights & Biases receives, failures that must not stop a run."""
 
 import json
 import math
 import shutil
 import sys
 import tomllib
-from collections import defaultdict
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import yaml  # a dependency of wandb
-from runs import REPO_ROOT, checkpoints, column, run, steps
+from runs import REPO_ROOT, checkpoints, steps
 
 import train
 from balance import summarize_routing
-from runtime import checkpoint, folder, launch
+from runtime import checkpoint, folder
 from runtime.metrics import ARRAYS, read_metrics
 from runtime.tracker import flatten_line, start_wandb
 
@@ -179,80 +174,6 @@ def test_the_real_client_resumes_a_run(tiny, monkeypatch, capsys):
     assert "wandb: " not in capsys.readouterr().out
     files = [*folder.path_of(config).glob("wandb/offline-run-*/run-*.wandb")]
     assert [file.stem for file in files] == [f"run-{wandb_id(config)}"] * 2
-
-
-# ---- TensorBoard's files, read by TensorBoard's own reader; a stand-in where it is not installed
-ON = ["log.tensorboard=true", "train.checkpoint_interval=2"]
-
-
-@pytest.fixture
-def read():
-    """A function: `read(config)` is {tag: [(step, value)]} as TensorBoard shows them."""
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-
-    def call(config, name="tensorboard"):
-        events = reader.EventAccumulator(str(folder.path_of(config) / name))
-        events.Reload()
-        return {
-            tag: [(event.step, event.value) for event in events.Scalars(tag)]
-            for tag in events.Tags()["scalars"]
-        }
-
-    return call
-
-
-def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
-    config = tiny(*ON, "train.micro_batch_size=4")
-    before_steps(lambda step: 1 / (step - 3))
-    with pytest.raises(ZeroDivisionError):
-        train.train(config)
-    assert read(config)["train/loss"][-1][0] == 3  # step 3 was written; the checkpoint is of step 2
-    before_steps(None)
-    lines, wanted, shown = run(config), defaultdict(list), read(config)
-    for line in (flatten_line(line) for line in lines):
-        for name in line.keys() - {"step", "tokens"}:
-            # TensorBoard has float32
-            wanted[name].append((line["step"], pytest.approx(line[name])))
-    assert shown == wanted and column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
-    assert {
-        "train/loss",
-        "val/loss",
-        "router/gate_norm",
-        "router/load_imbalance/layer_00",
-    } <= shown.keys()
-    by_tokens = read(config, "tensorboard/by_tokens")
-    per_step = config.train.batch_size * config.model.block_size
-    for name in ("train/loss", "val/loss"):
-        assert by_tokens[name] == [(step * per_step, value) for step, value in shown[name]]
-    said = launch.describe_next(folder.path_of(config), config)
-    assert said.endswith(f"tensorboard --logdir {folder.path_of(config)}/tensorboard")
-
-
-def test_a_missing_package_is_named_before_anything_is_made(tiny, monkeypatch, tiny_file, capsys):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert train.main([str(tiny_file), "--log.tensorboard=true", "--data.name=absent"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "log.tensorboard" in error
-        and "pip install tensorboard" in error
-        and not folder.path_of(tiny()).exists()
-    )
-    assert run(tiny("train.max_steps=2"))[-1]["step"] == 2  # nobody else needs it
-
-
-def test_files_that_cannot_be_made_cost_one_line(tiny, monkeypatch, capsys):
-    package = ModuleType("tensorboard")
-    package.__spec__ = ModuleSpec("tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboard", package)
-    writer = mock.Mock(side_effect=OSError("disk full\nand more"))
-    monkeypatch.setitem(
-        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer)
-    )
-    assert column(run(tiny(*ON)), "train/loss")[3:]
-    (line,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("tensorboard: ")
-    ]
-    assert "disk full): continuing without" in line and "has every number" in line
 
 
 def test_the_sweep_of_wandbs_agents_is_that_of_small_toml():

@@ -479,7 +479,7 @@ def test_typos_and_missing_data_are_reported_before_torch_is_imported(tiny_file,
 def test_everything_is_closed_after_an_error(tiny, monkeypatch, before_steps):
     codes = []
     tracker = SimpleNamespace(id="x", recall=print, log=print, finish=codes.append)
-    monkeypatch.setattr(reporter, "start_trackers", lambda *args: [tracker])
+    monkeypatch.setattr(reporter, "start_wandb", lambda *args: tracker)
     before_steps(lambda step: 1 / (step - 2))
     with pytest.raises(ZeroDivisionError) as caught:  # which keeps all that is not closed alive
         train.train(tiny())

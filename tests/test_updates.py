@@ -19,7 +19,6 @@ from configure.schema import Config, Model, Optim, Train
 from data.bins import open_tokens
 from data.loader import Loader
 from model import GPT
-from report.runs import read_run
 from runtime import RunError, checkpoint, folder
 from runtime.optimizers import (
     NEWTON_SCHULZ,
@@ -29,6 +28,7 @@ from runtime.optimizers import (
     build_optimizer,
     choose_copy_dtype,
 )
+from runtime.runs import Run
 from runtime.state import WeightAverage
 from runtime.updates import BAD_LOSS, WINDOW, Updates
 
@@ -329,7 +329,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(
     config = tiny("train.max_steps=50", "train.bias_update_rate=0.01", *own)
     with pytest.raises(RunError, match=message):
         run(config)
-    state, _, trouble = read_run(folder.path_of(config)).status
+    state, _, trouble = Run(folder.path_of(config)).status
     assert state == "failed" and trouble.startswith(f"{most} steps in a row skipped, the last for")
     assert len(weights) == 6 + most
     same = [torch.equal(a, b) for a, b in zip(weights[:6], weights[1:6], strict=False)]

@@ -32,10 +32,9 @@ from common.files import is_locked
 from common.text import escape_controls
 from report.blocks import Picture
 from report.overview import describe_run
-from report.runs import Reading, read_run, read_runs
-from report.status import find_status
 from runtime import FAILURE_FILE, RunError
 from runtime.folder import RunFolder
+from runtime.runs import Reading, Run, read_runs
 from scripts import watch
 from scripts.watch import build_page, make_server
 
@@ -79,7 +78,7 @@ def append(folder, *lines):
 
 
 def status_of(folder, now=None):
-    return find_status(read_run(folder), now)
+    return Run(folder).find_status(now)
 
 
 def dead_process():
@@ -207,11 +206,11 @@ def test_numbers_and_the_time_left(make_run):
         "",
     ]
     with locked(folder):
-        assert [*describe_run(read_run(folder)).values()] == row
-    assert describe_run(read_run(folder))["left"] == ""
+        assert [*describe_run(Run(folder)).values()] == row
+    assert describe_run(Run(folder))["left"] == ""
     young = make_run("two", [(10, {"train/loss": 3.0})], dead_process())
     with locked(young):
-        row = describe_run(read_run(young))
+        row = describe_run(Run(young))
     assert (row["state"], row["tokens/s"], row["left"]) == ("running", "", "")  # no speed yet
 
 
@@ -221,7 +220,7 @@ BAD, GOOD = {"val/loss": NAN}, {"val/loss": 2.0}
 
 @pytest.mark.parametrize("lines, files, state, trouble", [
     ([(10, TRAINING | {"train/loss": NAN})], {}, "failed", "train/loss is nan"),
-    ([(9, GOOD), (10, {"val/loss": float("inf")})], {}, "failed", "val/loss is nan"),
+    ([(9, GOOD), (10, {"val/loss": float("inf")})], {}, "failed", "val/loss is inf"),
     ([(9, GOOD), (10, BAD), (12, TRAINING)], {}, "failed", "val/loss is nan"),
     ([(8, BAD), (9, BAD), (10, GOOD)], {}, "stopped", ""),
     ([(8, BAD), (9, GOOD), (10, BAD)], {}, "failed", "val/loss is nan"),
@@ -437,16 +436,17 @@ def replace_by_fifo(file):
 def test_arrays_that_come_and_go_are_seen(tmp_path):
     """Also with old times, as of a file that was put back or removed."""
     run = fake_runs.make_run(tmp_path / "a", end=2.0)
-    array = run / "arrays/router_00000001.npz"
+    array = run / "arrays/val_00000001.npz"
     troubles = []
     for change in (lambda: None, lambda: array.write_bytes(b"cut"), array.unlink):
         array.parent.mkdir(exist_ok=True)
         change()
         if array.exists():
             os.utime(array, (0, 0))
-        (read,) = read_runs([tmp_path]).runs
-        troubles.append(read.status.trouble)
-    assert troubles[0] == troubles[2] and f"{array} is damaged" in troubles[1]
+        troubles.append(read_runs([tmp_path]).left_out)
+    assert troubles[0] == troubles[2] == [] and f"{array} is damaged" in troubles[1][0].replace(
+        "left out: ", ""
+    )
     config = run / "config.toml"
     config.write_text(config.read_text().replace("\nseed = 0\n", "\nseed = 7\n"))
     assert [read.seed for read in read_runs([tmp_path]).runs] == [7]
@@ -483,8 +483,8 @@ DAMAGES = {
     "huge-tokens": (write_value("tokens", -(10**400)), NO_NUMBERS),
     "many-digits": (write_metrics('{"step": 1, "tokens": %s}\n' % ("9" * 5000)), NO_NUMBERS),
     "negative-step": (write_value("step", -1), NO_NUMBERS),
-    "list-loss": (write_value("val/loss", [2.0]), "val/loss is a list"),
-    "list-gamma": (write_value("router/gamma", [2.0]), "router/gamma is a list"),
+    "list-loss": (write_value("val/loss", [2.0]), "line 1 is not a JSON object"),
+    "list-gamma": (write_value("router/gamma", [2.0]), "line 1 is not a JSON object"),
     "weights": (write_value("val/window_weights", [1.0, 2.0]), "val/window_losses"),
     "deep": (write_metrics("[" * 10**5 + "\n{}\n"), NO_NUMBERS),
     "slow": (write_value("perf/tokens_per_sec", 1e-300), "10 of 100"),
@@ -492,12 +492,12 @@ DAMAGES = {
     "not-text": (write_file("metrics.jsonl", b"\xff\x00\n{}\n"), NO_NUMBERS),
     "metrics-fifo": (lambda run: replace_by_fifo(run / "metrics.jsonl"), "not a regular file"),
     "array-fifo": (add_array_fifo, "val_00000010.npz is damaged"),
-    "lock-fifo": (lambda run: replace_by_fifo(run / "lock"), "its lock is not a regular file"),
-    "lock-folder": (make_lock_folder, "its lock is not a regular file"),
+    "lock-fifo": (lambda run: replace_by_fifo(run / "lock"), "is not visible here"),
+    "lock-folder": (make_lock_folder, "is not visible here"),
     "lock-binary": (write_file("lock", bytes(range(256)) * 99), "stopped"),
     "lock-number": (write_file("lock", b"process %s on x\n" % (b"9" * 9999)), "stopped"),
     "lock-escape": (write_file("lock", b"process 1 on \x1b[2Jhost\n"), r"its lock on \x1b[2Jhost"),
-    "log-fifo": (lambda run: replace_by_fifo(run / "train.log"), "train.log is not a regular"),
+    "log-fifo": (lambda run: replace_by_fifo(run / "train.log"), "stopped"),
     "log-escape": (write_file("train.log", b"error: \x1b]0;x\x07\x9b\n"), r"error: \x1b]0;x\x07"),
     "crash\x1b[1A": (write_file("crash-step_1\r.json", b""), r"crash dump crash-step_1\r.json"),
     "new\nline": (write_file("config.toml", b"[model"), "is not TOML"),

@@ -25,9 +25,9 @@ from common.text import format_bytes, plural
 from configure.schema import KEYS
 from data.bins import read_meta, sha256_of
 from data.mixture import identify
-from report.runs import read_run
 from runtime.distributed import device_name, pick_device
 from runtime.memory import estimate_memory, parameter_shapes
+from runtime.runs import Run
 from runtime.signals import EXIT_CODE, Stop
 from scripts.sweep import TRAIN, Point, train_points
 from track.contest import Losses, Protocol, Task, list_tasks, make_overrides
@@ -303,7 +303,7 @@ def read_result(folder: Path, task: Task) -> dict[str, Any] | None:
     result: dict[str, Any] = {**task._asdict(), "loss": None}
     if not (folder / "config.toml").exists():
         return None
-    run = read_run(folder)
+    run = Run(folder)
     if not run.ended:
         log = (folder / "train.log").read_text(errors="replace")
         # runtime/guard.py leaves these when it stops a run

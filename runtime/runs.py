@@ -1,0 +1,403 @@
+"""A run's folder, read: `Run(path)` for everyone who reads one. Imports no torch.
+
+Nothing here writes. runtime.folder has what a run that trains does with its own folder.
+"""
+
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Iterable
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import configure
+from common.files import is_locked
+from common.text import escape_controls
+from configure import Config
+from configure.schema import KEYS, Mix, has_effect
+from runtime import FAILURE_FILE, check_is_run
+from runtime.manifest import MANIFEST, DamagedError, folder_of, read_manifest, steps
+from runtime.metrics import VALIDATION_ARRAYS, Line, add_arrays, list_arrays, read_metrics
+from runtime.settings import check_model_settings
+
+SILENT = 300  # seconds without a line of metrics that are trouble of a running run; not measured
+
+
+class Status(NamedTuple):
+    """What a run does now.
+
+    Attributes:
+        state: "running" while a process holds its lock; "failed" if it ended with an error;
+            "finished" if it was evaluated at its last step; "unknown" if it may train on another
+            computer; else "stopped".
+        step: the newest step of its metrics.
+        trouble: the gravest problem, or why the state is unknown; "" without one.
+    """
+
+    state: str
+    step: int
+    trouble: str
+
+
+class Run:
+    """The folder of a run. Its files are read when they are asked for, each once.
+
+    Attributes:
+        path: runs/<name>; it need not exist.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def read(self) -> None:
+        """Read all files that are compared, and find its status as it is now.
+
+        Raises:
+            ValueError: the folder is not a run, a file is broken, or the config is not that of the
+                last checkpoint. The message has the remedy.
+        """
+        check_model_settings(self.config, self.metadata, self.path)
+        self.status = self.find_status()
+
+    # ---- settings
+    @cached_property
+    def config(self) -> Config:
+        """The settings of its last start, from config.toml. Raises RunError or ConfigError."""
+        check_is_run(self.path)
+        return configure.load_recorded(self.path / "config.toml")
+
+    @property
+    def seed(self) -> int:
+        return self.config.run.seed
+
+    @property
+    def max_steps(self) -> int:
+        return self.config.train.max_steps
+
+    def value(self, key: str) -> Any:
+        """The config's value of a dotted key, as runs are compared; a mixture's parts as text.
+
+        A key without effect has its default. A mixture's data.name is empty: the mixture says it
+        all. A balance loss over micro-batches depends on their size, so its scope names the size.
+        """
+        schema = KEYS[key]
+        if not has_effect(key, self.value):
+            return schema["default"]
+        value = attrgetter(key)(self.config)
+        if value in schema["report_as"]:
+            return schema["report_as"][value]
+        if key == "data.name" and self.config.data.mix:
+            return ""
+        if key == "train.balance_loss_scope" and value == "micro_batch":
+            return f"{value} of {self.config.train.micro_batch_size}"
+        if key == "data.mix":  # mixtures of equal parts are one
+            return str(Mix(self.config.data.sets)) if value else ""
+        return value
+
+    def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
+        """The `value` of each key."""
+        return tuple(self.value(key) for key in keys)
+
+    # ---- checkpoints
+    @property
+    def checkpoint_folder(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps of its checkpoints, intact or not, ascending."""
+        return steps(self.checkpoint_folder)
+
+    @property
+    def last_step(self) -> int:
+        """Step of the newest checkpoint, intact or not; 0 if there is none."""
+        return max(self.checkpoints, default=0)
+
+    @cached_property
+    def _newest_manifest(self) -> tuple[dict[str, Any], list[str]]:
+        """The metadata of the newest checkpoint whose manifest is intact, and what is damaged."""
+        faults = []
+        for step in reversed(self.checkpoints):
+            path = folder_of(self.checkpoint_folder, step)
+            try:
+                return read_manifest(path)["facts"], faults
+            except DamagedError as error:
+                if path.exists():  # else a process that trains has removed it meanwhile
+                    faults.append(str(error))
+        return {}, faults
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Metadata of the newest checkpoint with an intact manifest; {} without one."""
+        return self._newest_manifest[0]
+
+    @property
+    def faults(self) -> list[str]:
+        """The damaged manifests of newer checkpoints."""
+        return self._newest_manifest[1]
+
+    # ---- metrics
+    @cached_property
+    def metrics(self) -> list[Line]:
+        """The lines of metrics.jsonl, without arrays; see `read_metrics`."""
+        return read_metrics(self.path / "metrics.jsonl")
+
+    @cached_property
+    def evaluations(self) -> dict[int, Line]:
+        """{step: line with a finite validation loss}, with its arrays."""
+        lines = {}
+        for line in self.metrics:
+            if math.isfinite(line.get("val/loss", math.nan)):
+                lines[line["step"]] = line
+        add_arrays(self.path / "metrics.jsonl", lines.values(), VALIDATION_ARRAYS)
+        for line in lines.values():
+            if "val/window_weights" in line:  # a mixture: the mean of weighted losses is val/loss
+                line["val/window_losses"] = np.multiply(
+                    line["val/window_losses"], line["val/window_weights"]
+                )
+        return lines
+
+    @property
+    def logs(self) -> list[Line]:
+        """The lines with a training loss."""
+        return [line for line in self.metrics if "train/loss" in line]
+
+    @property
+    def lines(self) -> list[Line]:
+        """Every line that has a loss: evaluations, then logs."""
+        return [*self.evaluations.values(), *self.logs]
+
+    @cached_property
+    def diverged(self) -> int | None:
+        """The first step of the last validation losses that were not finite; None if they were."""
+        first = None
+        for line in self.metrics:
+            if "val/loss" in line:
+                if math.isfinite(line["val/loss"]):
+                    first = None
+                elif first is None:
+                    first = line["step"]
+        return first
+
+    @property
+    def last_evaluated(self) -> int:
+        """The step of its last finite validation loss; 0 without any."""
+        return max(self.evaluations, default=0)
+
+    @property
+    def val_losses(self) -> dict[int, float]:
+        """{step: validation loss, nats per token}, also those that are not finite."""
+        return {line["step"]: line["val/loss"] for line in self.metrics if "val/loss" in line}
+
+    def series(self, name: str) -> dict[int, float]:
+        """{step: value} of a name, without validation losses that are not finite."""
+        return {line["step"]: line[name] for line in self.lines if name in line}
+
+    @cached_property
+    def newest(self) -> dict[str, float]:
+        """The newest value of each name in its metrics."""
+        values = {}
+        for line in self.metrics:
+            for name, value in line.items():
+                if isinstance(value, int | float):
+                    values[name] = value
+        return values
+
+    def count_windows(self) -> int:
+        """The number of validation windows of an evaluation."""
+        count = self.config.eval.windows
+        for line in self.evaluations.values():
+            if "val/window_losses" in line:
+                count = len(line["val/window_losses"])
+        return count
+
+    # ---- status
+    @property
+    def ended(self) -> bool:
+        """True if it was evaluated at its last step."""
+        return self.max_steps in self.evaluations
+
+    @property
+    def is_finished(self) -> bool:
+        """True if its last loss counts: it was evaluated at its end, and did not fail."""
+        return self.ended and self.status.state != "failed"
+
+    @property
+    def progress(self) -> str:
+        """Its state and step, and what is wrong, as text."""
+        text = f"{self.status.state} at step {self.status.step:,} of {self.max_steps:,}"
+        return f"{text}: {self.status.trouble}" if self.status.trouble else text
+
+    @cached_property
+    def status(self) -> Status:
+        """What it does, by the first look or the last `read`."""
+        return self.find_status()
+
+    def find_status(self, now: float | None = None) -> Status:
+        """What it does `now`, in seconds since 1970, by its files and its lock."""
+        now = time.time() if now is None else now
+        step = int(self.newest.get("step", 0))
+        trouble = self._find_trouble()
+        trains = self._is_training()
+        files = [self.path / "metrics.jsonl", self.path / "lock"]
+        written = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+        if trains:
+            if now - written > SILENT:
+                # a time, not a duration: the page is built again if a row changed
+                trouble = trouble or f"no metrics since {format_time(written)}"
+            return Status("running", step, trouble)
+        failure = self._read_failure()
+        if failure:
+            return Status("failed", step, failure)
+        if self.ended:
+            return Status("finished", step, trouble)
+        if trouble and not trouble.startswith("warning"):
+            return Status("failed", step, trouble)
+        if trains is None:
+            unseen = f"its lock on {self._read_host()} is not visible here; "
+            unseen += f"last written {format_time(written)}"
+            return Status("unknown", step, f"{trouble}; {unseen}" if trouble else unseen)
+        return Status("stopped", step, trouble)
+
+    def _find_trouble(self) -> str:
+        """The gravest problem that the run's files show; "" without one."""
+        for name in ("val/loss", "train/loss"):
+            loss = self.newest.get(name, 0.0)
+            if not math.isfinite(loss):
+                return f"{name} is {loss}"
+        dumps = sorted(self.path.glob("crash-step_*.json"))
+        if dumps:
+            return f"crash dump {dumps[-1].name}"
+        messages = [f"warning: {fault}" for fault in self.faults]
+        log = self.path / "train.log"  # which scripts.sweep writes
+        if log.is_file():
+            text = log.read_text(errors="replace")
+            messages += re.findall(r"^(?:error|warning): .*", text, re.M)
+        return messages[-1] if messages else ""
+
+    def _read_failure(self) -> str:
+        """The error that ended its last start; "" without one.
+
+        It is the first sentence, which names the error. The others explain it.
+        """
+        file = self.path / FAILURE_FILE
+        if not file.is_file():
+            return ""
+        return file.read_text(errors="replace").partition(". ")[0].strip() or "unknown error"
+
+    def _is_training(self) -> bool | None:
+        """True if a process trains the run; None if that cannot be known from here.
+
+        The lock decides, not the number of the process: the kernel gives that to another process,
+        and containers have numbers of their own.
+        """
+        lock = self.path / "lock"
+        if lock.exists() and not lock.is_file():  # opening a FIFO would wait
+            return None
+        locked = is_locked(lock)
+        if locked is False and self._read_host() != platform.node():
+            return None  # it trains on another computer, or did
+        return locked
+
+    def _read_host(self) -> str:
+        """The name of the computer that wrote the lock file; this one's if there is none."""
+        lock = self.path / "lock"
+        if not lock.is_file() or not os.access(lock, os.R_OK):
+            return platform.node()
+        with lock.open(errors="replace") as file:
+            owner = re.match(r"process \d+ on (.*)", file.read(300))
+        return owner[1] if owner else platform.node()
+
+
+class Reading(NamedTuple):
+    """The runs of some folders as they are now, and a line for each folder that is left out."""
+
+    runs: list[Run]
+    left_out: list[str]
+
+
+_runs_read: dict[Path, tuple[tuple, Run]] = {}  # the files of each run when it was last read
+
+
+def read_runs(places: Iterable[Path]) -> Reading:
+    """Read the runs at these places and below.
+
+    A run whose files have not changed since the last call is not read again; its status is.
+    """
+    found = Reading([], [])
+    for path in list_candidates(places):
+        run = Run(path)
+        try:
+            files = describe_files(run)
+            known_files, known_run = _runs_read.get(path, ((), run))
+            if files == known_files:
+                run = known_run
+            run.read()  # also of a known one: its lock changes without its files
+            _runs_read[path] = files, run
+            found.runs.append(run)
+        except Exception as error:  # whatever is wrong in one folder, the others are read
+            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = reason.removeprefix(f"{path}: ")
+            found.left_out.append(escape_controls(f"left out: {path}: {reason}"))
+    return found
+
+
+def describe_files(run: Run) -> tuple[tuple[Path, int, int], ...]:
+    """Path, time of the last change and size of each file that `Run.read` reads."""
+    metrics = run.path / "metrics.jsonl"
+    files = [run.path / "config.toml", metrics, *list_arrays(metrics)]
+    files += [folder_of(run.checkpoint_folder, step) / MANIFEST for step in run.checkpoints]
+    states = []
+    for file in files:
+        if file.exists():
+            state = file.stat()
+            states.append((file, state.st_mtime_ns, state.st_size))
+    return tuple(states)
+
+
+def list_candidates(places: Iterable[Path]) -> list[Path]:
+    """The folders of runs at these places and below, and the places that hold no run.
+
+    `Run.read` says what is wrong with the latter. A folder with a report is not one of them.
+    """
+    folders: list[Path] = []
+    for place in places:
+        below = find_runs([place])
+        if not below and not (place / "report.html").is_file():
+            below = [place]
+        folders += [folder for folder in below if folder not in folders]
+    return folders
+
+
+def find_runs(places: Iterable[Path]) -> list[Path]:
+    """The folders with a config.toml at `places` and below, in the order of their names.
+
+    A folder that cannot be listed is one of them, because it may be a run; `Run.read` then raises
+    an error. Links to folders are followed at `places` alone.
+    """
+    folders: set[Path] = set()
+
+    def add_unlisted(error: OSError) -> None:
+        is_gone = not os.path.lexists(error.filename)
+        if not is_gone and not isinstance(error, NotADirectoryError):
+            folders.add(Path(error.filename))
+
+    for place in places:
+        for folder, below, files in os.walk(place, onerror=add_unlisted):
+            if "config.toml" in files + below:
+                folders.add(Path(folder))
+    return sorted(folders)
+
+
+def format_time(seconds: float) -> str:
+    """A time in seconds since 1970, such as 2026-11-26 09:30:00."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
