@@ -25,7 +25,6 @@ def key(
     routing_shape: bool = False,
     fixed_by_weights: bool = False,
     exported: bool = False,
-    track_option: bool = False,
     other_names: str = "",
     choices: Sequence[str] = (),
     **limits: Any,
@@ -53,7 +52,6 @@ def key(
         routing_shape: models whose routing is compared need the same value.
         fixed_by_weights: initial weights (train.init_from) need the value that they had.
         exported: config.json of exports has it under its own name or transformers'.
-        track_option: an entry of the track may set it.
         other_names: what other projects call it, separated by spaces.
         choices: allowed values of a text that also has other values.
         **limits: ge, le, gt, lt, pattern and others of `pydantic.Field`.
@@ -71,7 +69,6 @@ def key(
         "routing_shape": routing_shape,
         "fixed_by_weights": fixed_by_weights,
         "exported": exported,
-        "track_option": track_option,
         "other_names": other_names,
     }
     if choices:

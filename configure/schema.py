@@ -209,7 +209,6 @@ class Model(Section):
         le=2**10,
         report="option",
         exported=True,
-        track_option=True,
     )
     gate_scale: float = key(
         1.0,
@@ -461,7 +460,6 @@ class Train(Section):
         "how the selection bias moves: by bias_update_rate, or to where the step's loads "
         "would be balanced",
         report="option",
-        track_option=True,
     )
     bias_update_rate: float = key(
         0.0,

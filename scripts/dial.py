@@ -263,7 +263,7 @@ def list_model_lines(model: Model) -> Iterator[Line]:
     yield Line("model.block_size", model.block_size, context)
     vocabulary = "bytes" if is_small else "GPT-2's tokens"
     yield Line("model.vocab_size", model.vocab_size, f"{vocabulary}; must be data.name's")
-    yield Line("model.router", model.router, "ties with kern once balanced: docs/results.md")
+    yield Line("model.router", model.router, "ties with kern under a balance loss: docs/results.md")
     yield Line("model.pos", model.pos, "quickstart.toml, of the base")
     yield Line("model.init_std", model.init_std, "of the base; optim.transfer scales it")
 

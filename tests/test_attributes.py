@@ -50,7 +50,6 @@ TABLES = {
     "routing_shape": "model.n_layer model.block_size model.n_expert model.top_k ",
     "fixed_by_weights": "model.n_layer model.n_head model.qk_norm model.n_embd model.activation "
     "model.gated model.norm model.pos model.tie_embeddings",
-    "track_option": "model.n_hash_layer train.bias_update",
 }
 
 

@@ -1,301 +1,182 @@
-"""The router track: one fixed contest that says whether a router is better; see track/README.md.
+"""The contest of routers: the same settings and seeds for all, compared in pairs (track/README.md).
 
-    python -m scripts.track enter kern --parallel 2                     a listed entry, or a router
-    python -m scripts.track enter mine --spec "tanh, post=l2 over topk" --set model.n_hash_layer=1
-    python -m scripts.track enter mine --spec "tanh" --draft            rung 1 alone, no record
-    python -m scripts.track enter --all --parallel 2                    every listed entry
-    python -m scripts.track verify track/records/*/*.json               check records
-    python -m scripts.track verify track/records/edition-2/kern.json --rerun 8 --parallel 2
-    bash track/judge.sh COMMIT                                          what CI does with records
-    python -m scripts.track ladder kern --rungs 3 --parallel 2          the gain on larger models
-    python -m scripts.track table                                       write the tables
+    python -m scripts.track run --parallel 2                  train what the record lacks
+    python -m scripts.track run --only kern-hash dense        of some questions
+    python -m scripts.track enter tanh                        a router on the draft rung: 24 pairs
+    python -m scripts.track enter mine --spec "tanh, post=l2 over topk" --balance loss
+    python -m scripts.track verify                            check the record, print its tables
+    python -m scripts.track verify --rerun 2                  train two of its runs again
+    python -m scripts.track table                             write the tables of track/README.md
 
-`enter` resumes where it was stopped. Entries are listed in the config file. A record is
-track/records/edition-2/NAME.json; drafts stay in runs/.
+`run` and `enter` resume where they were stopped. The record is track/records/edition-3/main.jsonl,
+one run a line, each added as it ends.
 """
 
+import random
 import re
 import sys
-from argparse import Namespace
-from collections.abc import Sequence
-from operator import attrgetter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import configure
 from common.command import build_parser, command, require_packages, run_command
 from common.text import plural, text_table
-from router import ROUTERS
-from runtime.preflight import check_settings
-from runtime.signals import Stop
-from track import entry, retrain, verify
-from track.contest import OPTIONS, Protocol, load_protocol
-from track.ladder import Ladder, list_climb, load_climbs, load_ladder, plot, tabulate
-from track.record import NAME, REPO_ROOT, losses_of, read_record, run_git
-from track.table import build_table, load_complete, read_others, write_tables
+from router import find_spec
+from runtime.signals import EXIT_CODE, Stop
+from track.contest import (
+    FILE,
+    NAME,
+    RECORDS,
+    Arm,
+    Line,
+    Protocol,
+    Question,
+    load_protocol,
+    read_lines,
+)
+from track.runner import Runner, describe
+from track.score import answer
+from track.table import tabulate_questions, write_page
 
-FILE = "config/track/edition-2.toml"
-PRINTED = 9  # columns of the table that `enter` prints; track/README.md has all
+DRAFT_SETTINGS = 24  # of `enter`: 48 runs with the reference's, 50 minutes on two cores
+HOW_TO_ENTER = """To enter the contest: add the arm to track.arms and its name to
+track.questions, commit, `python -m scripts.track run --only NAME`, and send a pull request with
+the record."""
 
 
 @command
-def main(argv: list[str] | None, stop: Stop) -> int:
-    """Run one of the five commands."""
-    parser = build_parser("scripts.track", __doc__)
-    parser.add_argument(
-        "--track", default=FILE, metavar="FILE", help=f"the rules (default: {FILE})"
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("enter", help="tune, judge and record a router").add_argument
-    add("name", nargs="?", default="", help="a listed entry, a router, or a new name with --spec")
-    add("--all", action="store_true", help="every entry of the config file, one after the other")
-    add("--spec", metavar="FORMULA", help='such as "tanh, post=l2 over topk, gamma, c=2"')
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help=f"of {', '.join(OPTIONS[1:])}",
-    )
-    add("--draft", action="store_true", help="rung 1 alone, no record; code may be uncommitted")
-    add_parallel(add)
-    add = commands.add_parser("verify", help="check records").add_argument
-    add("records", nargs="+", type=Path, metavar="RECORD")
-    add("--rerun", type=int, metavar="K", help="train K judged runs of a record again, 4 or more")
-    add_parallel(add)
-    add = commands.add_parser("judge", help="judge a branch's records; see judge.sh").add_argument
-    add("head", metavar="COMMIT", help="of the branch; its router.py and records are checked out")
-    add("--salt", default="", metavar="TEXT", help="seeds follow from it and the commit")
-    add_parallel(add)
-    add = commands.add_parser("ladder", help="train entries on larger models").add_argument
-    add("names", nargs="+", metavar="NAME", help="an entry whose record is complete")
-    add("--rungs", type=int, default=3, metavar="N", help="rungs, the contest's too (%(default)s)")
-    add("--picture", type=Path, metavar="FILE", help="draw the gains, such as ladder.svg")
-    add_parallel(add)
-    commands.add_parser("table", help="write the tables from all records")
-    args = parser.parse_args(argv)
+def main(argv: Sequence[str] | None, stop: Stop) -> int:
+    """Run one of the commands."""
+    args = make_parser().parse_args(argv)
     require_packages("scipy")
     protocol = load_protocol(args.track)
-    if getattr(args, "parallel", 1) < 1:
-        raise ValueError(f"--parallel {args.parallel}: expected 1 or more")
+    if args.command == "run":
+        return run(protocol, args, stop)
     if args.command == "enter":
-        return run_enter(protocol, args, stop)
+        return enter(protocol, args, stop)
     if args.command == "verify":
-        return run_verify(protocol, args, stop)
-    if args.command == "judge":
-        return run_judge(protocol, args, stop)
-    if args.command == "ladder":
-        return run_ladder(load_ladder(protocol, args.rungs), protocol, args, stop)
-    write_tables(protocol, load_complete(protocol))
+        return verify(protocol, args, stop)
+    write_page(protocol, args.records)
     return 0
 
 
-def add_parallel(add: Any) -> None:
-    """Add the option to a command."""
-    add("--parallel", type=int, default=1, metavar="N", help="runs at once, one core each")
+def make_parser() -> ArgumentParser:
+    """The options of the commands."""
+    parser = build_parser("scripts.track", __doc__)
+    parser.add_argument("--track", default=FILE, metavar="FILE", help="the rules (%(default)s)")
+    parser.add_argument("--records", type=Path, default=RECORDS, metavar="FOLDER")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("run", help="train what the record lacks").add_argument
+    add("--only", nargs="+", metavar="QUESTION", help="of the config file (default: all)")
+    add_training(add, "main")
+    add = commands.add_parser("enter", help="try a router of your own").add_argument
+    add("name", metavar="NAME", help="a router, or a new name with --spec")
+    add("--spec", metavar="FORMULA", help='such as "tanh, post=l2 over topk, gamma, c=2"')
+    add("--balance", choices=["loss", "quantile", "bias", "none"], default="quantile")
+    add("--hash-layers", type=count_from(0), default=0, metavar="N", help="that route by token id")
+    add("--settings", type=count_from(2), default=DRAFT_SETTINGS, metavar="N", help="pairs")
+    add_training(add, "draft")
+    add = commands.add_parser("verify", help="check the record").add_argument
+    add("--rerun", type=count_from(1), default=0, metavar="K", help="train K runs again")
+    add_training(add, "main")
+    commands.add_parser("table", help="write the tables of track/README.md")
+    return parser
 
 
-# ---- enter
-def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
-    """Enter one or all routers and print their verdicts."""
-    named = bool(args.name or args.spec or args.set)
-    if args.all == named:
-        raise ValueError("name one entry, or give --all without a name, --spec or --set")
-    entries = protocol.entries
-    if named:
-        entries = dict([choose_entry(protocol, args)])
-    entered = protocol.as_draft() if args.draft else protocol
-    if not args.draft:
-        entry.check_committed()
-    for name, options in entries.items():
-        others = read_others(protocol, name)
-        # a draft may be a variant of anything; only an entry must be a router of its own
-        for fault in verify.find_router_faults(protocol, name, options, others):
-            if not args.draft or "enters once" not in fault:
-                raise ValueError(f"{name}: {fault}")
-        settings = [f"{key}={value}" for key, value in options.items()]
-        check_settings(configure.load(protocol.file, settings))
-    entry.prepare_data(protocol)
-    for name, options in entries.items():
-        code, path = entry.enter(entered, name, options, args.parallel, stop)
-        if code:
-            print(f"stopped; the record so far: {path}. The same command resumes", flush=True)
-            return code
-        print(f"{path}: complete", flush=True)
-        print_verdict(entered, path)
-    return 0
+def add_training(add: Any, rung: str) -> None:
+    """Add the options of commands that train."""
+    add("--rung", default=rung, help="main, or draft: below counting (default: %(default)s)")
+    add("--parallel", type=count_from(1), default=1, metavar="N", help="runs at once")
 
 
-def print_verdict(protocol: Protocol, path: Path) -> None:
-    """Print the table of all complete records, or of a draft and the reference on rung 1."""
-    records = load_complete(protocol.model_copy(update={"draft": False}))
-    if protocol.draft:
-        draft = read_record(path)
-        records = [other for other in records if other["name"] == protocol.reference]
-        records.append({**draft, "name": f"{draft['name']} (draft)"})
-    if any(record["name"] == protocol.reference for record in records):
-        head, rows = build_table(protocol, records)
-        print(text_table(head[:PRINTED], [row[:PRINTED] for row in rows]), flush=True)
-    else:
-        print(f"no verdict yet: enter {protocol.reference}, the reference", flush=True)
+def count_from(low: int) -> Callable[[str], int]:
+    """Make a reader of whole numbers from `low` up."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise ArgumentTypeError(f"{text!r}: expected a whole number of {low} or more")
+        return int(text)
+
+    return read
 
 
-def choose_entry(protocol: Protocol, args: Namespace) -> tuple[str, dict[str, Any]]:
-    """Return the entry's name and its options, settings equal to defaults left out.
+def run(protocol: Protocol, args: Namespace, stop: Stop) -> int:
+    """Train what the questions of the config file lack."""
+    questions = args.only or list(protocol.questions)
+    for name in questions:
+        if name not in protocol.questions:
+            raise ValueError(f"--only {name}: expected some of {', '.join(protocol.questions)}")
+    record = args.records / f"{args.rung}.jsonl"
+    runner = Runner(args.track, protocol, args.rung, record)
+    if runner.made.commit.endswith("changes"):
+        raise ValueError("code that trains is not committed, and a run names its commit: commit it")
+    return runner.train(questions, read_lines(record), args.parallel, stop)
 
-    Raises ValueError if one of them is wrong.
-    """
-    if args.name in protocol.entries and not args.spec and not args.set:
-        return args.name, protocol.entries[args.name]
+
+def enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
+    """Train a router of the user's and the reference in pairs, and print what they say."""
+    if not re.fullmatch(NAME, args.name):
+        raise ValueError(f"{args.name!r}: expected a name of a-z, 0-9 and single dashes")
     router = args.spec or args.name
-    name = args.name or re.sub(r"[^a-z0-9.]+", "-", router.lower()).strip("-")
-    if not re.fullmatch(NAME, name):
-        raise ValueError(f"{name!r}: a name has small letters, digits, dots and dashes")
-    if not args.spec and router not in ROUTERS:
-        raise ValueError(
-            f"{name!r} is no router of router.py: add its line to ROUTERS, or give --spec"
-        )
-    options: dict[str, Any] = {"model.router": router}
-    keys = [text.partition("=")[0] for text in args.set]
-    for key in keys:
-        if key not in OPTIONS[1:]:
-            raise ValueError(
-                f"--set {key}: an entry may set {' and '.join(OPTIONS[1:])}; all else is fixed or "
-                "drawn"
-            )
-    config = configure.load(protocol.file, args.set)
-    for key in keys:
-        value = attrgetter(key)(config)
-        if value != configure.KEYS[key]["default"]:
-            options[key] = value
-    return name, options
-
-
-# ---- ladder
-def run_ladder(ladder: Ladder, protocol: Protocol, args: Namespace, stop: Stop) -> int:
-    """Train entries and the reference on the rungs above the contest's, and print the gains.
-
-    Raises:
-        ValueError: an entry has no complete record, or the picture cannot be written.
-    """
-    if args.picture:
-        check_picture(args.picture)
-    complete = {record["name"]: record for record in load_complete(protocol)}
-    names = list(dict.fromkeys([protocol.reference, *args.names]))
-    for name in names:
-        if name not in complete:
-            raise ValueError(
-                f"{name}: no complete record; python -m scripts.track enter {name} makes one"
-            )
-    entry.check_committed()
-    entry.prepare_data(protocol)
-    for name in names:
-        required = list_climb(ladder, name, losses_of(complete[name]))
-        options = complete[name]["options"]
-        with entry.open_record(ladder.protocol, name, options, args.parallel) as opened:
-            code = entry.train_missing(
-                ladder.protocol, *opened, lambda _, runs=required: runs, args.parallel, stop
-            )
-        if code:
-            print("stopped; the same command resumes", flush=True)
-            return code
-    if len(names) == 1:
-        print(f"no gains to show or draw: name a router to compare with {names[0]}")
-        return 0
-    entered = {name: losses_of(complete[name]) for name in names}
-    climbs = load_climbs(ladder, entered)
-    print(text_table(*tabulate(ladder, climbs)), flush=True)
-    if args.picture:
-        plot(ladder, climbs).savefig(args.picture)
-        print(f"wrote {args.picture}")
-    return 0
-
-
-def check_picture(file: Path) -> None:
-    """Raise ValueError or OSError if it cannot be written, before hours of training."""
-    if file.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--picture {file}: expected a name that ends with .png, .svg or .pdf")
-    if not file.parent.is_dir():
-        raise ValueError(f"--picture {file}: there is no folder {file.parent}; make it first")
-    target = file.resolve()
-    existed = target.exists()
-    with target.open("ab"):
-        pass
-    if not existed:
-        target.unlink()
-
-
-# ---- verify and judge
-def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
-    """Check records; exit code 1 if one has a fault."""
-    if args.rerun is not None:
-        if len(args.records) > 1:
-            raise ValueError("--rerun takes one record")
-        if args.records[0].parent.name == "ladder":
-            raise ValueError(
-                f"--rerun {args.records[0]}: takes an entry's record; runs of a ladder are not "
-                "trained again"
-            )
-    if not check_records(protocol, args.records):
-        return 1
-    if args.rerun is None:
-        return 0
-    entry.prepare_data(protocol)
-    record = read_record(args.records[0])
-    text, stands = retrain.rerun(protocol, record, args.rerun, args.parallel, stop)
-    print(text, flush=True)
-    return int(not stands)
-
-
-def check_records(protocol: Protocol, paths: Sequence[Path], head: str = "HEAD") -> bool:
-    """Print the faults of records; return True if there are none."""
-    intact = True
-    for path in paths:
-        others = read_others(protocol, path.stem)
-        faults = verify.find_record_faults(protocol, path, others, head)
-        print(f"{path}: {plural(len(faults), 'fault') if faults else 'intact'}", flush=True)
-        for fault in faults:
-            print(f"  {fault}")
-            intact = False
-    return intact
-
-
-def run_judge(protocol: Protocol, args: Namespace, stop: Stop) -> int:
-    """Judge the records that a branch brings: check them, and train their settings by its router.
-
-    Returns:
-        0 if all stand, or there is none; 1 if one is removed, has a fault, or its runs say
-        otherwise.
-    """
-    if not args.head:  # git would compare HEAD with itself
-        raise ValueError("judge: name a commit")
-    status = run_git(
-        "diff", "--name-status", "-z", "--no-renames", f"HEAD...{args.head}", "--", "track/records"
+    try:
+        find_spec(router)
+    except ValueError as error:
+        raise ValueError(f"no router {router!r}: {error}; --spec takes a formula") from None
+    arm = Arm(router=router, balance=args.balance, hash_layers=args.hash_layers)
+    if protocol.arms.get(args.name, arm) != arm:
+        raise ValueError(f"{args.name} is another arm of {args.track}; take another name")
+    minus = f"softmax-renorm-{args.balance}"
+    if minus not in protocol.arms:
+        minus = "softmax-renorm-quantile"
+    own = protocol.model_copy(
+        update={
+            "arms": {**protocol.arms, args.name: arm},
+            "questions": {args.name: Question(minus=[minus], settings=args.settings)},
+        }
     )
-    if status.returncode:
-        raise ValueError(f"{args.head}: {status.stderr.decode().strip()}")
-    fields = status.stdout.decode().split("\0")
-    paths = []
-    for kind, name in zip(fields[::2], fields[1::2], strict=False):  # the last field is empty
-        path = REPO_ROOT / name
-        if kind == "D" or path.parent != protocol.records or path.suffix != ".json":
-            verb = "removes" if kind == "D" else "changes"
-            print(f"{args.head} {verb} {name}: only a person can judge that")
-            return 1
-        paths.append(path)
-    if not paths:
-        print(f"{args.head} changes no record: nothing to judge")
-        return 0
-    if not check_records(protocol, paths, args.head):
-        return 1
-    entry.prepare_data(protocol)
-    intact = True
-    for path in paths:
-        origin = f"{args.head} {args.salt}".strip()
-        text, stands = retrain.judge_again(protocol, read_record(path), origin, args.parallel, stop)
-        print(text, flush=True)
-        intact = intact and stands
-    return int(not intact)
+    runner = Runner(args.track, own, args.rung, Path())
+    runner.record = runner.folder.parent / f"{args.rung}-{args.name}.jsonl"
+    recorded = read_lines(args.records / f"{args.rung}.jsonl")
+    code = runner.train([args.name], recorded + read_lines(runner.record), args.parallel, stop)
+    lines = recorded + read_lines(runner.record)
+    print_tables(own, lines)
+    if code == 0:
+        print(f"{runner.record} has the runs. {HOW_TO_ENTER}")
+    return code
+
+
+def print_tables(protocol: Protocol, lines: Sequence[Line]) -> None:
+    """Print what the questions say so far."""
+    answers = [answer(protocol, name, lines) for name in protocol.questions]
+    print(text_table(*tabulate_questions(protocol, answers)), flush=True)
+
+
+def verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
+    """Check the record, print what it says, and train some of its runs again."""
+    file = args.records / f"{args.rung}.jsonl"
+    lines = read_lines(file)
+    for line in lines:
+        if protocol.arms.get(line.arm) != line.options:
+            raise ValueError(f"{file}: {line.arm} is no arm of {args.track} with these options")
+        if line.seed != protocol.first_seed + line.setting:
+            raise ValueError(f"{file}: {line.arm}, setting {line.setting}: seed {line.seed}")
+    print(f"{file}: {plural(len(lines), 'run')}, in order")
+    print_tables(protocol, lines)
+    drawn = random.SystemRandom().sample(lines, min(args.rerun, len(lines)))
+    with TemporaryDirectory() as folder:
+        runner = Runner(args.track, protocol, args.rung, file)
+        runner.folder = Path(folder)
+        by_run = {(line.arm, line.setting): line for line in drawn}
+        for again in runner.train_each(list(by_run), args.parallel, stop):
+            before = by_run[again.arm, again.setting]
+            print(
+                f"{describe(again)}, recorded {before.loss} at {before.made.commit:.12} on "
+                f"{before.made.device} ({before.made.instructions})",
+                flush=True,
+            )
+    return EXIT_CODE if stop.asked else 0
 
 
 if __name__ == "__main__":
