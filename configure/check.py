@@ -13,8 +13,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configure.removed import describe_removed, find_removed
+from configure.removed import LAST_COMMIT, find_removed
 from configure.schema import KEYS, SECTIONS, Config, Model, Optim, Train
+
+
+def build(settings: dict[str, Any]) -> Config:
+    """A Config of settings by dotted key. Raises pydantic's ValidationError."""
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        tables.setdefault(section, {})[name] = value
+    return Config.model_validate(tables)
 
 
 def find_errors(settings: dict[str, Any], source: str | Path) -> list[str]:
@@ -24,14 +33,12 @@ def find_errors(settings: dict[str, Any], source: str | Path) -> list[str]:
     """
     errors = []
     for key, value in settings.items():
-        section, _, name = key.partition(".")
         try:
-            Config.model_validate({section: {name: value}})
+            build({key: value})
         except ValidationError as invalid:
             for error in invalid.errors(include_url=False):
-                errors.append(
-                    f"{source}: {show_key(key)} = {show(value)}: {_explain(key, value, error)}"
-                )
+                reason = _explain(key, value, error)
+                errors.append(f"{source}: {show_key(key)} = {show(value)}: {reason}")
     return errors
 
 
@@ -39,9 +46,9 @@ def _explain(key: str, value: Any, error: Any) -> str:
     """The reason of one of pydantic's errors on a key, with the nearest key or choice."""
     if key in SECTIONS:
         return "is a section; set one of its keys"
-    removed = find_removed(key, value, KEYS)
+    removed = find_removed(key, value)
     if removed:
-        return describe_removed(removed)
+        return f"removed: {removed.instead}. The last commit with it is {LAST_COMMIT}"
     if error["type"] == "extra_forbidden":
         return f"unknown key{_suggest_key(key)}"
     entry = error["loc"][2:]  # the path within the table that the key holds
@@ -53,16 +60,12 @@ def _explain(key: str, value: Any, error: Any) -> str:
 
 
 def _suggest_key(key: str) -> str:
-    """`; did you mean 'optim.lr'?` for `train.lr`.
-
-    Another project's name for a key comes first, then its name in another section, then the
-    nearest key.
-    """
+    """`; did you mean 'optim.lr'?` for `train.lr`, or for another project's `learning_rate`."""
     name = key.rpartition(".")[2]
+    same_name = []
     for own, schema in KEYS.items():
-        if name in schema["other_names"].split():
-            return f"; did you mean {own!r}?"
-    same_name = [other for other in KEYS if other.split(".")[1] == name]
+        if name in [own.split(".")[1], *schema["other_names"].split()]:
+            same_name.append(own)
     if same_name:
         return _suggest(key, same_name, cutoff=0.0)
     return _suggest(key, [*KEYS, *SECTIONS])
@@ -80,7 +83,10 @@ def show_key(key: str) -> str:
 
 def show(value: Any) -> str:
     """Show a value as Python writes it, cut to 200 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "tables in tables"
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
@@ -245,16 +251,13 @@ def _check_batch(train: Train, world_size: int) -> Iterator[str]:
 
 
 def _check_warmup(config: Config) -> Iterator[str]:
-    optim = config.optim
-    steps = config.train.max_steps
-    end = "end"
-    if optim.schedule == "wsd":
-        steps = optim.decay_start(steps)
-        end = "decay"
-    if optim.warmup_steps > steps:
+    warmup = config.optim.warmup_steps
+    room = config.steps_before_decay
+    if warmup > room:
+        end = "decay" if config.optim.schedule == "wsd" else "end"
         yield (
-            f"optim.warmup_steps = {optim.warmup_steps} is more than the {steps} steps before the "
-            f"{end}; set --optim.warmup_steps={steps // 10}"
+            f"optim.warmup_steps = {warmup} is more than the {room} steps before the "
+            f"{end}; set --optim.warmup_steps={room // 10}"
         )
 
 

@@ -38,8 +38,7 @@ def from_command_line(argv: Sequence[str]) -> Config:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     try:
-        arguments = [argument for argument in argv if argument != "--fresh"]
-        file, overrides = split_command_line(arguments)
+        file, overrides = split_command_line([word for word in argv if word != "--fresh"])
         return load(file, overrides, read_rank_variable("WORLD_SIZE"))
     except ConfigError as error:
         tell_torchrun(str(error))

@@ -22,19 +22,18 @@ import shlex
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.files import check_regular
-from configure.check import find_conflicts, find_errors, format_toml, show, show_key
+from configure.check import build, find_conflicts, find_errors, format_toml, show, show_key
 from configure.removed import drop_removed
-from configure.schema import KEYS, SECTIONS, Config, Mix, Optim, select_keys
+from configure.schema import KEYS, SECTIONS, Config, Mix, replace, select_keys
 
 COMMAND_LINE = "command line"
-MAX_DEPTH = 20  # tables and lists in one another; 5 are needed
 
 
 class ConfigError(ValueError):
@@ -47,6 +46,7 @@ Axes = dict[tuple[str, ...], list[list]]  # linked keys: rows of values
 class ConfigInput(NamedTuple):
     """Settings of a file and a command line, by dotted key. Each value is checked alone."""
 
+    path: Path
     in_file: dict[str, Any]
     given: dict[str, Any]  # overrides from the command line
     axes: Axes
@@ -72,20 +72,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
     """
     read = _read(path, overrides)
     if read.open_axes:
-        raise ConfigError(_describe_open_axes(path, overrides, read.open_axes))
-    values = {key: schema["default"] for key, schema in KEYS.items()} | read.in_file | read.given
-    if values["train.branch_from"]:
-        values.update(_resolve_branch(values, read.given))
-    values["optim.warmup_steps"] = _shorten_warmup(values, read)
-    stem = Path(path).stem
-    values["run.name"] = values["run.name"] or _name_run(stem, values, read)
-    # characters that TOML can hold
-    values["log.group"] = values["log.group"] or re.sub(r"[^\w.-]+", "-", stem)
-    tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for key, value in values.items():
-        section, name = key.split(".")
-        tables[section][name] = value
-    config = Config.model_validate(tables)
+        raise ConfigError(_describe_open_axes(read))
+    config = build(read.in_file | read.given)
+    config = _resolve_branch(config, read)
+    config = _shorten_warmup(config, read)
+    config = _fill_names(config, read)
     errors = find_conflicts(config, world_size)
     if "data.name" in read.given and config.data.mix:
         errors.append(
@@ -135,8 +126,7 @@ def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[s
         ConfigError: as `load` does, and if two points would write to the same folder.
     """
     read = _read(path, overrides, lists=True)
-    fixed = [text for text in overrides if _parse_override(text, lists=True)[0] in read.given]
-    points = [fixed]
+    points = [_as_overrides(read.given, read.given.values())]
     for keys, rows in read.open_axes.items():
         choices = [_as_overrides(keys, row) for row in rows]
         points = [[*point, *choice] for point in points for choice in choices]
@@ -173,61 +163,68 @@ def differences(old: Config, new: Config) -> list[str]:
 
 
 # ---- settings that follow from others
-def _resolve_branch(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The setting of a branch that follows from the others.
+def _resolve_branch(config: Config, read: ConfigInput) -> Config:
+    """Fill in the setting of a branch that follows from the others.
 
     That is its step, or else its decay as a part of the run.
     """
-    steps = values["train.max_steps"]
-    step = values["train.branch_step"]
-    start = Optim(decay_fraction=values["optim.decay_fraction"]).decay_start(steps)
+    steps = config.train.max_steps
+    step = config.train.branch_step
+    start = config.optim.decay_start(steps)
+    if not config.train.branch_from:
+        return config
     if not step:
-        return {"train.branch_step": start}
-    if step < steps and step != start and "optim.decay_fraction" not in given:
-        return {"optim.decay_fraction": (steps - step) / steps}
-    return {}
+        return replace(config, "train", branch_step=start)
+    if step < steps and step != start and "optim.decay_fraction" not in read.given:
+        return replace(config, "optim", decay_fraction=(steps - step) / steps)
+    return config
 
 
-def _shorten_warmup(values: dict[str, Any], read: ConfigInput) -> int:
-    """The steps of warm-up: a tenth of the steps before the decay if a shortened run has fewer.
+def _shorten_warmup(config: Config, read: ConfigInput) -> Config:
+    """Shorten the warm-up of a shortened run to a tenth of the steps before the decay.
 
-    Prints a note then.
+    Prints a note then. A warm-up that the user sets for this length stays: `find_conflicts`
+    reports it.
     """
-    steps = values["train.max_steps"]
-    warmup = values["optim.warmup_steps"]
-    before_decay = steps
-    if values["optim.schedule"] == "wsd" and not values["train.branch_from"]:
-        before_decay = Optim(decay_fraction=values["optim.decay_fraction"]).decay_start(steps)
-    if warmup <= before_decay or "optim.warmup_steps" in read.given:
-        return warmup
-    if "optim.warmup_steps" in read.in_file and "train.max_steps" not in read.given:
-        return warmup  # the file sets it for this length: find_conflicts reports it
-    shortened = before_decay // 10
+    warmup = config.optim.warmup_steps
+    room = config.steps_before_decay
+    of_this_length = "optim.warmup_steps" in read.in_file and "train.max_steps" not in read.given
+    is_set = "optim.warmup_steps" in read.given or of_this_length
+    if warmup <= room or is_set or config.train.branch_from:
+        return config
     _print_note(
-        f"train.max_steps = {steps} shortens optim.warmup_steps from {warmup} to {shortened}"
+        f"train.max_steps = {config.train.max_steps} shortens optim.warmup_steps "
+        f"from {warmup} to {room // 10}"
     )
-    return shortened
+    return replace(config, "optim", warmup_steps=room // 10)
 
 
-def _name_run(stem: str, values: dict[str, Any], read: ConfigInput) -> str:
+def _fill_names(config: Config, read: ConfigInput) -> Config:
+    stem = read.path.stem
+    name = config.run.name or _name_run(config, read)
+    group = config.log.group or re.sub(r"[^\w.-]+", "-", stem)  # characters that TOML can hold
+    return replace(replace(config, "run", name=name), "log", group=group)
+
+
+def _name_run(config: Config, read: ConfigInput) -> str:
     """Name a run's folder after its file, its router and the values of the axes.
 
     The seed follows if it was chosen. A branch is named after its trunk and its steps instead:
     TRUNK-800to1000.
     `folder.find_or_rename` finds a run whose name is shorter, because its sweep had fewer axes.
     """
-    trunk = values["train.branch_from"]
-    if trunk:
-        steps = f"{values['train.branch_step']}to{values['train.max_steps']}"
-        parts = [f"{Path(trunk).name}-{steps}"]
-        in_name = {"train.branch_from", "train.branch_step", "train.max_steps"}
+    train = config.train
+    in_name = {"model.router", "run.seed"}
+    if train.branch_from:
+        parts = [f"{Path(train.branch_from).name}-{train.branch_step}to{train.max_steps}"]
+        in_name |= {"train.branch_from", "train.branch_step", "train.max_steps"}
     else:
-        parts = [stem, values["model.router"]]
-        in_name = set()
-    for key in _list_axis_keys(read.axes, in_name | {"model.router", "run.seed"}):
-        parts.append(_format_name_part(key, values[key]))
-    if not trunk and _is_seed_chosen(values, read):
-        parts.append(_format_name_part("run.seed", values["run.seed"]))
+        parts = [read.path.stem, config.model.router]
+    keys = _list_axis_keys(read.axes, in_name)
+    if not train.branch_from and "run.seed" in read.given:
+        keys.append("run.seed")
+    for key in keys:  # all are given, since the axes are closed
+        parts.append(_format_name_part(key, read.given[key]))
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")
 
 
@@ -244,17 +241,12 @@ def _list_axis_keys(axes: Axes, in_name: set[str]) -> list[str]:
     return keys
 
 
-def _is_seed_chosen(values: dict[str, Any], read: ConfigInput) -> bool:
-    """Return True if the command line or an axis sets the seed."""
-    in_file = read.in_file.get("run.seed", KEYS["run.seed"]["default"])
-    on_axis = any("run.seed" in keys for keys in read.axes)
-    return on_axis or "run.seed" in read.given or values["run.seed"] != in_file
-
-
 def _format_name_part(key: str, value: Any) -> str:
     if isinstance(value, dict):
         return str(Mix(value))
-    return value if isinstance(value, str) else key.split(".")[1] + format_toml(value)
+    if isinstance(value, str):
+        return value
+    return key.split(".")[1] + format_toml(value)
 
 
 @cache
@@ -269,8 +261,16 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Co
 
     With `lists`, an override whose value is a list is an axis.
     """
-    in_file, sweep = _read_file(Path(path))
-    given, opened = _read_overrides(overrides, lists)
+    path = Path(path)
+    in_file, sweep = _read_file(path)
+    given: dict[str, Any] = {}
+    opened: dict[str, list] = {}
+    for text in overrides:
+        key, value = _parse_override(text, lists)
+        if lists and isinstance(value, list):
+            opened[key] = value
+        else:
+            given[key] = value
     errors = [*find_errors(in_file, path), *find_errors(given, COMMAND_LINE)]
     axes: Axes = {}
     for text, rows in (sweep | opened).items():
@@ -280,42 +280,37 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Co
             rows = [[value] for value in rows]
         errors += _find_axis_errors(keys, rows, given, source)
         axes[keys] = rows
-    counts = Counter(itertools.chain(*axes))
-    for key in [key for key, count in counts.items() if count > 1]:
-        errors.append(
-            f"{path} [sweep]: {show_key(key)}: is in the axes more than once; keep it in one"
-        )
+    for key, count in Counter(itertools.chain(*axes)).items():
+        if count > 1:
+            errors.append(
+                f"{path} [sweep]: {show_key(key)}: is in the axes more than once; keep it in one"
+            )
     _raise_if(errors)
-    return ConfigInput(in_file, given, axes)
+    return ConfigInput(path, in_file, given, axes)
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of a file by dotted key, and the axes of its [sweep] by their keys as text."""
-    table = _read_toml(path)
-    sweep = table.pop("sweep", {})
-    table.pop("track", None)  # a contest's protocol: track/contest.py
-    settings = _flatten(table)
+    try:
+        check_regular(path)
+        table = tomllib.loads(path.read_bytes().decode())
+        sweep = table.pop("sweep", {})
+        table.pop("track", None)  # a contest's protocol: track/contest.py
+        settings = _flatten(table)
+        axes = _flatten(sweep) if isinstance(sweep, dict) else {"sweep": sweep}
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
+    # also: not UTF-8, a number of 5,000 digits, deep brackets, long dotted keys
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not TOML: {error}; strings need quotes, booleans are true or false"
+        ) from None
     for section in SECTIONS:
         if settings.get(section) == {}:  # an empty section
             del settings[section]
     if path.name == "config.toml" and settings.keys() >= set(select_keys("in_every_run")):
-        drop_removed(settings, KEYS)
-    return settings, _flatten(sweep) if isinstance(sweep, dict) else {"sweep": sweep}
-
-
-def _read_overrides(
-    overrides: Sequence[str], lists: bool
-) -> tuple[dict[str, Any], dict[str, list]]:
-    """The settings of the command line and, with `lists`, its axes."""
-    given: dict[str, Any] = {}
-    opened: dict[str, list] = {}
-    for text in overrides:
-        key, value = _parse_override(text, lists)
-        if lists and isinstance(value, list):
-            opened[key] = value
-        else:
-            given[key] = value
-    return given, opened
+        drop_removed(settings)
+    return settings, axes
 
 
 def _find_axis_errors(
@@ -326,88 +321,53 @@ def _find_axis_errors(
     It is also an error if the command line sets only some of linked keys.
     """
     text = show_key(", ".join(keys))
-    if not _is_table(rows, len(keys)):
-        kind = "values" if len(keys) == 1 else f"rows of {len(keys)} values, one for each key"
+    columns = len(keys)
+    is_table = isinstance(rows, list) and bool(rows)
+    if not is_table or any(not isinstance(row, list) or len(row) != columns for row in rows):
+        kind = "values" if columns == 1 else f"rows of {columns} values, one for each key"
         return [f"{source}: {text} = {show(rows)}: expected a list of {kind}"]
     errors = []
     for row in rows:
         errors += find_errors(dict(zip(keys, row, strict=True)), source)
     missing = [f"--{key}=VALUE" for key in keys if key not in given]
-    if 0 < len(missing) < len(keys):
+    if 0 < len(missing) < columns:
         errors.append(
             f"{source}: {text}: are linked, set all of them or none; add {' '.join(missing)}"
         )
     return errors
 
 
-def _is_table(rows: Any, columns: int) -> bool:
-    """Return True for a list of one or more lists of `columns` values."""
-    if not isinstance(rows, list) or not rows:
-        return False
-    return all(isinstance(row, list) and len(row) == columns for row in rows)
-
-
-def _describe_open_axes(path: str | Path, overrides: Sequence[str], axes: Axes) -> str:
-    given = [f"--{text.lstrip('-')}" for text in overrides]
-    sweep = shlex.join([str(path), *given])
+def _describe_open_axes(read: ConfigInput) -> str:
+    axes = read.open_axes
+    given = _as_overrides(read.given, read.given.values())
+    first = [*given]
     for keys, rows in axes.items():
-        given += _as_overrides(keys, rows[0])
-    first_point = shlex.join([str(path), *given])
+        first += _as_overrides(keys, rows[0])
+    sweep = shlex.join([str(read.path), *given])
+    first_point = shlex.join([str(read.path), *first])
     return (
-        f"{path} sweeps {', '.join(itertools.chain(*axes))}, and one run needs one value of each\n"
+        f"{read.path} sweeps {', '.join(itertools.chain(*axes))}, and one run needs one value of "
+        "each\n"
         f"  train all: python -m scripts.sweep {sweep}\n"
         f"  train one: python train.py {first_point}\n"
         f"  plan one: python -m scripts.plan {first_point}"
     )
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        check_regular(path)
-        table = tomllib.loads(path.read_bytes().decode())
-        if is_deep(table):
-            raise ValueError(f"more than {MAX_DEPTH} keys in one another")
-        return table
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
-    # also: not UTF-8, a number of 5,000 digits, deep brackets
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is not TOML: {error}; strings need quotes, booleans are true or false"
-        ) from None
-
-
-def is_deep(value: Any) -> bool:
-    """True if tables and lists are nested more than MAX_DEPTH deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner += item.values()
-            elif isinstance(item, list):
-                inner += item
-        level = inner
-    return any(isinstance(item, dict | list) for item in level)
-
-
 def _suggest_file(path: Path) -> str:
-    """The remedy for a file that cannot be read: the nearest name, or the files of its folder."""
-    is_folder = os.path.isdir(path)
-    folder = path if is_folder else path.parent
-    nearby = sorted(set(folder.glob("*.toml")) - {Path("pyproject.toml")})
-    if not is_folder:
-        by_stem = {file.stem: file for file in [*sorted(Path("config").rglob("*.toml")), *nearby]}
-        for stem in difflib.get_close_matches(path.stem, by_stem, n=1):
-            return f"did you mean {by_stem[stem]}?"
-    names = ", ".join(str(file) for file in nearby)
-    return f"name a TOML file, such as {names or 'config/quickstart.toml'}"
+    """The remedy for a file that cannot be read: the nearest name of its folder and config/."""
+    nearby = sorted([*Path("config").rglob("*.toml"), *path.parent.glob("*.toml")])
+    by_stem = {file.stem: file for file in nearby}
+    for stem in difflib.get_close_matches(path.stem, by_stem, n=1):
+        return f"did you mean {by_stem[stem]}?"
+    return "name a TOML file, such as config/quickstart.toml"
 
 
 def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
     """`--optim.lr=1e-3` -> `("optim.lr", 0.001)`.
 
-    The value of a text key is text; other values are read as TOML if they can be.
+    The value of a text key is text; other values are read as TOML if they can be, and else stay
+    text, which the check of their type will report.
 
     With `lists`, `--model.router=["kern"]` gives a list for a text key as well.
     """
@@ -421,15 +381,13 @@ def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
     try:
         table = tomllib.loads(f"value = {toml}")
     except (ValueError, RecursionError):
-        return key, value  # the check of its type will report it
-    if is_deep(table):
-        return key, value  # the same
+        return key, value
     return key, table["value"] if len(table) == 1 else value  # more lines would be more settings
 
 
-def _as_overrides(keys: Sequence[str], row: Sequence) -> list[str]:
+def _as_overrides(keys: Iterable[str], values: Iterable) -> list[str]:
     overrides = []
-    for key, value in zip(keys, row, strict=True):
+    for key, value in zip(keys, values, strict=True):
         text = value if isinstance(value, str) else format_toml(value)
         overrides.append(f"--{key}={text}")
     return overrides

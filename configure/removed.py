@@ -4,20 +4,22 @@ A file or override that sets one is refused with what takes its place. The confi
 has one at its default still loads: the run behaves as before without it.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from configure.schema import KEYS
 
 LAST_COMMIT = "e125ff1"  # it had them all
 
 
 class Removed(NamedTuple):
-    """A key that is gone, or a key's value if the key is still there."""
+    """A key that is gone, or the former default of a key that is still there."""
 
     default: Any  # of the key at LAST_COMMIT
     instead: str  # what happens now, or what to set
 
 
 REMOVED = {
+    "train.parallel": Removed("auto", "the default is ddp; scripts.plan lists what fits"),
     "model.n_dense_layer": Removed(0, "all blocks have experts, or none (model.router=dense)"),
     "train.match_gates": Removed(
         True, "gates of another router are matched, unless model.gate_norm or gate_scale is set"
@@ -35,26 +37,17 @@ REMOVED = {
 }
 
 
-def find_removed(key: str, value: Any, known: Mapping[str, Mapping[str, Any]]) -> Removed | None:
-    """What is removed: the key, or this value of it. None if `known`, KEYS, has both.
-
-    A removed value is the key's former default, and the key has a list of choices.
-    """
+def find_removed(key: str, value: Any) -> Removed | None:
+    """What is removed: the key, or this value of it."""
     removed = REMOVED.get(key)
-    if removed is None or key not in known:
-        return removed
-    is_removed_value = value == removed.default and value not in known[key]["enum"]
-    return removed if is_removed_value else None
+    if removed and key in KEYS and value != removed.default:
+        return None
+    return removed
 
 
-def describe_removed(removed: Removed) -> str:
-    """The reason of the error of a file that sets it."""
-    return f"removed: {removed.instead}. The last commit with it is {LAST_COMMIT}"
-
-
-def drop_removed(recorded: dict[str, Any], known: Mapping[str, Mapping[str, Any]]) -> None:
+def drop_removed(recorded: dict[str, Any]) -> None:
     """Delete, from a run's own settings by dotted key, what is removed and has its default."""
     for key, value in list(recorded.items()):
-        removed = find_removed(key, value, known)
+        removed = find_removed(key, value)
         if removed and repr(value) == repr(removed.default):  # 1 is not True
             del recorded[key]

@@ -507,20 +507,6 @@ class Train(Section):
     def _spell_one_way(cls, value: str) -> str:
         return value and str(Path(value))
 
-    @field_validator("compile", mode="before")
-    @classmethod
-    def _read_bool(cls, value: Any) -> Any:
-        """Configs of before "auto" have true and false, which an override gives as text."""
-        if isinstance(value, bool | str):
-            return {"true": "on", "false": "off"}.get(str(value).lower(), value)
-        return value
-
-    @field_validator("parallel", mode="before")
-    @classmethod
-    def _replace_auto(cls, value: Any) -> Any:
-        """Runs of before 2026-11-29 recorded "auto", which on most ranks was ddp."""
-        return "ddp" if value == "auto" else value
-
     @property
     def kept_steps(self) -> frozenset[int]:
         return frozenset(int(step) for step in self.keep_steps.split(",") if step)
@@ -654,7 +640,7 @@ class Eval(Section):
 
 
 class Log(Section):
-    """Metrics, Weights & Biases, TensorBoard."""
+    """Metrics, Weights & Biases."""
 
     interval: int = key(10, "steps between lines of metrics", ge=1, resume=True, scaled=True)
     wandb: Literal["online", "offline", "disabled"] = key(
@@ -682,6 +668,18 @@ class Config(Section):
     optim: Optim = Optim()
     eval: Eval = Eval()
     log: Log = Log()
+
+    @property
+    def steps_before_decay(self) -> int:
+        """Steps before the decay of schedule "wsd"; of a cosine, all."""
+        steps = self.train.max_steps
+        return self.optim.decay_start(steps) if self.optim.schedule == "wsd" else steps
+
+
+def replace(config: Config, section: str, **values: Any) -> Config:
+    """`config` with other values in one section. They are not checked."""
+    changed = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: changed})
 
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}

@@ -9,12 +9,11 @@ from math import isfinite, nan
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import configure
 from common.files import sync_folder, take_lock, write_atomic
 from configure import Config
-from configure.schema import select_keys
+from configure.schema import replace, select_keys
 from runtime import FAILURE_FILE, RunError, Stopped, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
 from runtime.runs import Run
@@ -26,12 +25,6 @@ MAX_SUFFIX = 40  # characters in a folder's name that say how its config differs
 def path_of(config: Config) -> Path:
     """The folder of a config's run, runs/<name>."""
     return Path(config.run.dir, config.run.name)
-
-
-def replace(config: Config, section: str, **values: Any) -> Config:
-    """`config` with other values in one section. They are not checked."""
-    changed_section = getattr(config, section).model_copy(update=values)
-    return config.model_copy(update={section: changed_section})
 
 
 def refused_changes(old: Config, new: Config, more: Iterable[str] = ()) -> list[str]:

@@ -16,12 +16,11 @@ from torch import nn
 from attention import kv_heads
 from common.text import format_bytes
 from configure import Config
-from configure.schema import Model
+from configure.schema import Model, replace
 from kernels.cross_entropy import chunk_rows
 from model import GPT
 from router import find_spec
 from runtime import RunError, distributed
-from runtime.folder import replace
 from runtime.optimizers import is_for_muon
 from runtime.parallel import holds_weights
 

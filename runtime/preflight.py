@@ -9,6 +9,7 @@ from torch import Tensor
 
 import configure
 from configure import Config
+from configure.schema import replace
 from data.bins import open_tokens
 from data.loader import Loader, Validation, choose_validation
 from data.mixture import check_documents, check_sets, identify
@@ -17,7 +18,7 @@ from model import GPT
 from router import find_spec
 from runtime import RunError, distributed
 from runtime.branch import Branch, check_length, find_branch
-from runtime.folder import RunFolder, path_of, replace
+from runtime.folder import RunFolder, path_of
 from runtime.memory import Memory, plan_memory
 
 ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores

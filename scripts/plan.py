@@ -18,9 +18,9 @@ import configure
 from common.command import build_parser, command, run_command
 from common.text import format_bytes, text_table
 from configure import Config, ConfigError
+from configure.schema import replace
 from runtime import RunError
 from runtime.distributed import GPU, GPUS
-from runtime.folder import replace
 from runtime.memory import (
     USABLE,
     Memory,
