@@ -1,7 +1,7 @@
 """Causal self-attention of model.py: rotary positions, documents, and the cache of keys and values.
 
-This file imports only torch, so that exported models can ship it. A `config` is any object with a
-model's settings.
+This file imports only torch, so that exported models can ship it: its names are a public interface
+of theirs. A `config` is any object with a model's settings.
 
 Shapes in comments: B sequences, T positions, S columns of the cache, C = n_embd, nh heads of size
 hs for queries, nkv for keys and values, L = n_layer.

@@ -9,7 +9,7 @@ KERN ("Understanding the Mixture-of-Experts with Nadaraya-Watson Kernel", arXiv 
 line to ROUTERS: configs, sweeps and tests find its name there.
 
 Shapes: N tokens, C = n_embd, E experts, K = top_k. This file imports only torch, so that exported
-models can ship it.
+models can ship it: its names are a public interface of theirs.
 """
 
 import math

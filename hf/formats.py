@@ -1,17 +1,15 @@
 """The classes of transformers that runs start from and are exported to: config.json and weights.
 
 FORMATS has one entry for each model_type: GPT-2, the open mixtures of experts OLMoE, Qwen3-MoE and
-Mixtral, and nanokern, any model with the code that computes it.
-
-model.py and GPT-2 have one matrix for queries, keys and values (qkv); modeling_nanokern.py has
-three. The w_in of a gated MLP is its gate_proj above its up_proj. GPT-2 stores matrices transposed,
-as (in, out).
+Mixtral, and nanokern, any model with the code that computes it. Weights are renamed by one table
+per format, read in both directions.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attention import kv_heads
@@ -19,39 +17,60 @@ from configure.schema import Model, select_model_keys
 from gate_norm import gate_scale
 from runtime import RunError
 
-# by the names of model.py, the names of its modules; # stands for the layer
-NANOKERN_NAMES = {
+# By a module or parameter of model.py: the format's name; or an operation and names, see
+# `Row.join`. # stands for the layer, * for the expert.
+Names = dict[str, str | tuple[str, ...]]
+
+BLOCK_NAMES: Names = {  # of nanokern and of the open mixtures of experts
     "wte": "model.embed_tokens",
     "wpe": "model.embed_positions",
     "ln_f": "model.norm",
     "lm_head": "lm_head",
     "blocks.#.ln_1": "model.layers.#.input_layernorm",
     "blocks.#.ln_2": "model.layers.#.post_attention_layernorm",
-    "blocks.#.attn.qkv": "model.layers.#.self_attn.qkv_proj",
+    "blocks.#.attn.qkv": (
+        "cat",
+        "model.layers.#.self_attn.q_proj",
+        "model.layers.#.self_attn.k_proj",
+        "model.layers.#.self_attn.v_proj",
+    ),
     "blocks.#.attn.proj": "model.layers.#.self_attn.o_proj",
     "blocks.#.attn.q_norm": "model.layers.#.self_attn.q_norm",
     "blocks.#.attn.k_norm": "model.layers.#.self_attn.k_norm",
-    "blocks.#.mlp.w_in": "model.layers.#.mlp.up_proj",
+}
+NANOKERN_NAMES: Names = {
+    **BLOCK_NAMES,
     "blocks.#.mlp.w_out": "model.layers.#.mlp.down_proj",
     "blocks.#.mlp.router": "model.layers.#.mlp.router",
-    "blocks.#.mlp.shared.w_in": "model.layers.#.mlp.shared_experts.up_proj",
     "blocks.#.mlp.shared.w_out": "model.layers.#.mlp.shared_experts.down_proj",
-    "blocks.#.mlp.experts": "model.layers.#.mlp.experts",
+    "blocks.#.mlp.experts.w_out": "model.layers.#.mlp.experts.down_proj",
 }
-GPT2_NAMES = {
+GATED_NAMES: Names = {
+    "blocks.#.mlp.w_in": ("cat", "model.layers.#.mlp.gate_proj", "model.layers.#.mlp.up_proj"),
+    "blocks.#.mlp.shared.w_in": (
+        "cat",
+        "model.layers.#.mlp.shared_experts.gate_proj",
+        "model.layers.#.mlp.shared_experts.up_proj",
+    ),
+    "blocks.#.mlp.experts.w_in": "model.layers.#.mlp.experts.gate_up_proj",
+}
+PLAIN_NAMES: Names = {
+    "blocks.#.mlp.w_in": "model.layers.#.mlp.up_proj",
+    "blocks.#.mlp.shared.w_in": "model.layers.#.mlp.shared_experts.up_proj",
+    "blocks.#.mlp.experts.w_in": "model.layers.#.mlp.experts.up_proj",
+}
+GPT2_NAMES: Names = {
     "wte": "transformer.wte",
     "wpe": "transformer.wpe",
     "ln_f": "transformer.ln_f",
     "lm_head": "lm_head",
     "blocks.#.ln_1": "transformer.h.#.ln_1",
     "blocks.#.ln_2": "transformer.h.#.ln_2",
-    "blocks.#.attn.qkv": "transformer.h.#.attn.c_attn",
-    "blocks.#.attn.proj": "transformer.h.#.attn.c_proj",
-    "blocks.#.mlp.w_in": "transformer.h.#.mlp.c_fc",
-    "blocks.#.mlp.w_out": "transformer.h.#.mlp.c_proj",
+    "blocks.#.attn.qkv": ("transpose", "transformer.h.#.attn.c_attn"),
+    "blocks.#.attn.proj": ("transpose", "transformer.h.#.attn.c_proj"),
+    "blocks.#.mlp.w_in": ("transpose", "transformer.h.#.mlp.c_fc"),
+    "blocks.#.mlp.w_out": ("transpose", "transformer.h.#.mlp.c_proj"),
 }
-# names of parameters, not of modules: (E, C, H), gated (E, C, 2H), and (E, H, C)
-EXPERT_NAMES = {"w_in": "up_proj", "w_out": "down_proj"}
 # buffers of our routers, which classes of transformers lack
 BUFFERS = ("router.c", "selection_bias", "hash_table")
 
@@ -59,28 +78,36 @@ State = Mapping[str, Tensor]
 Settings = Mapping[str, Any]  # content of config.json
 
 
-def _rename(name: str, names: Mapping[str, str]) -> str:
-    """The name of a parameter of model.py, with its module renamed by the table `names`."""
-    module, _, leaf = name.rpartition(".")
-    layer = re.search(r"\.\d+\.", module)
-    if layer is None:
-        return f"{names[module]}.{leaf}"
-    renamed = names[module.replace(layer[0], ".#.")].replace(".#.", layer[0])
-    return f"{renamed}.{EXPERT_NAMES.get(leaf, leaf)}"
+class Row(NamedTuple):
+    """A weight of model.py, and the tensors of a format that it is made of."""
 
+    operation: str
+    names: list[str]  # of the tensors; of a stack, those of an expert after another's
+    shares: Sequence[int]  # of the parts in the rows of what is concatenated
 
-def name_block(name: str) -> str:
-    """The block of a weight, or the weight's own name outside of blocks."""
-    block = re.match(r"blocks\.\d+", name)
-    return block[0] if block else name
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """Make the weight of model.py from the format's tensors."""
+        if self.operation == "cat":
+            return torch.cat(parts)
+        if self.operation == "transpose":  # of a matrix; GPT-2 stores (in, out)
+            return parts[0].t()
+        if self.operation == "stack":  # (out, in) of each expert, to (E, in, out)
+            n = len(self.shares)
+            experts = [torch.cat(parts[i : i + n]) for i in range(0, len(parts), n)]
+            return torch.stack(experts).mT
+        return parts[0]
 
-
-def _is_gated(name: str, state: State) -> bool:
-    """Return True for the w_in of a gated MLP or of gated experts, twice as large as w_out."""
-    if not name.endswith((".w_in", ".w_in.weight")):
-        return False
-    w_out = state[name.replace("w_in", "w_out")]
-    return state[name].numel() == 2 * w_out.numel()
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The inverse of `join`, without copies."""
+        if self.operation == "transpose":
+            return [tensor.t()]
+        if self.operation == "same":
+            return [tensor]
+        parts: list[Tensor] = []
+        for whole in [tensor] if self.operation == "cat" else tensor.mT:
+            unit = len(whole) // sum(self.shares)
+            parts += whole.split([unit * share for share in self.shares])
+        return parts
 
 
 def dense_width(model: Model) -> int:
@@ -95,6 +122,8 @@ class Format:
     """
 
     architecture: str
+    names: Names
+    skipped: tuple[str, ...] = ()  # endings of weights of model.py that it lacks
     keys: Mapping[str, str]  # key of [model]: key of config.json
     optional: tuple[
         str, ...
@@ -155,30 +184,38 @@ class Format:
         """Weights, or anything else, by the names of `from_own`; `state` has a file's names."""
         return dict(state)
 
-    def from_own(self, state: State) -> dict[str, Tensor]:
-        """Weights by the format's names; here, the names of modeling_nanokern.py.
+    def find_names(self, model: Model) -> Names:
+        """The table of names for `model`."""
+        return self.names
 
-        They are views of the weights of model.py in `state`, which has all of a model. To read
-        weights of the format, write into the views of weights that are still empty.
-        """
+    def find_row(self, name: str, model: Model) -> Row:
+        """The row of the table for the weight `name` of model.py."""
+        table = self.find_names(model)
+        layer = re.match(r"blocks\.(\d+)", name)
+        key = re.sub(r"^blocks\.\d+", "blocks.#", name)
+        leaf = ""
+        if key not in table:  # a parameter of a module in the table
+            key, dot, leaf = key.rpartition(".")
+            leaf = dot + leaf
+        entry = table[key]
+        operation, *patterns = ("same", entry) if isinstance(entry, str) else entry
+        names = []
+        for expert in range(model.n_expert if operation == "stack" else 1):
+            for pattern in patterns:
+                theirs = pattern.replace("#", layer[1] if layer else "")
+                names.append(theirs.replace("*", str(expert)) + leaf)
+        shares = [1] * len(patterns)
+        if key.endswith(".qkv"):
+            shares = [model.n_head, kv_heads(model), kv_heads(model)]
+        return Row(operation, names, shares)
+
+    def from_own(self, state: State, model: Model) -> dict[str, Tensor]:
+        """Weights of `model` by the format's names: views of those in `state`, by model.py's."""
         out = {}
         for name, tensor in state.items():
-            renamed = _rename(name, NANOKERN_NAMES)
-            if ".qkv." in name:
-                attention, _, _ = name.partition("qkv.")
-                n_embd = len(state[attention + "proj.weight"])
-                kv_width = (len(tensor) - n_embd) // 2
-                parts = tensor.split([n_embd, kv_width, kv_width])
-                for letter, part in zip("qkv", parts, strict=True):
-                    out[renamed.replace("qkv_proj", f"{letter}_proj")] = part
-            elif not _is_gated(name, state):
-                out[renamed] = tensor
-            elif tensor.dim() == 3:
-                out[renamed.replace("up_proj", "gate_up_proj")] = tensor
-            else:
-                gate, up = tensor.chunk(2)
-                out[renamed.replace("up_proj", "gate_proj")] = gate
-                out[renamed] = up
+            if not name.endswith(self.skipped):
+                row = self.find_row(name, model)
+                out.update(zip(row.names, row.split(tensor), strict=True))
         return out
 
 
@@ -198,11 +235,15 @@ class NanoKern(Format):
     """Any model, computed by modeling_nanokern.py."""
 
     architecture = "NanoKernForCausalLM"
+    names = NANOKERN_NAMES
     optional = ("router_groups", "router_group_k")  # younger than the first exports
     keys = {key: key for key in select_model_keys("exported")}
     keys |= SHARED_KEYS
     keys["expert_hidden"] = "moe_intermediate_size"
     allowed = Format.allowed | {"n_dense_layer": (0,)}  # a key of e125ff1
+
+    def find_names(self, model: Model) -> Names:
+        return {**self.names, **(GATED_NAMES if model.gated else PLAIN_NAMES)}
 
     def read_config(self, settings: Settings) -> dict[str, Any]:
         config = super().read_config(settings)
@@ -228,6 +269,7 @@ class GPT2(Format):
     """GPT-2: dense models with its block."""
 
     architecture = "GPT2LMHeadModel"
+    names = GPT2_NAMES
     keys = {
         "n_layer": "n_layer",
         "n_head": "n_head",
@@ -283,18 +325,14 @@ class GPT2(Format):
             unified[name] = tensor
         return unified
 
-    def from_own(self, state: State) -> dict[str, Tensor]:
-        """As in Format, for dense models with learned positions; missing biases are zeros."""
-        out = {}
+    def from_own(self, state: State, model: Model) -> dict[str, Tensor]:
+        """As in Format; the biases that a model without them lacks are zeros."""
+        zeros = {}
         for name, tensor in state.items():
-            renamed = _rename(name, GPT2_NAMES)
-            module, _, leaf = name.rpartition(".")
-            is_matrix_of_block = name.startswith("blocks.") and tensor.dim() == 2
-            out[renamed] = tensor.t() if is_matrix_of_block else tensor  # (in, out)
-            has_bias = leaf == "weight" and module not in ("wte", "wpe", "lm_head")
-            if has_bias and f"{module}.bias" not in state:
-                out[renamed.removesuffix("weight") + "bias"] = tensor.new_zeros(len(tensor))
-        return out
+            module = name.removesuffix(".weight")
+            if not model.bias and module not in ("wte", "wpe", "lm_head"):
+                zeros[f"{module}.bias"] = tensor.new_zeros(len(tensor))
+        return super().from_own({**state, **zeros}, model)
 
 
 OPEN_KEYS = SHARED_KEYS | {
@@ -320,8 +358,16 @@ class OpenMoE(Format):
 
     # if there are two, norm_topk_prob chooses softmax-renorm
     routers = ("softmax", "softmax-renorm")
-    mlp = "mlp"  # module of a layer
-    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+    names: Names = BLOCK_NAMES | {
+        "blocks.#.mlp.router": "model.layers.#.mlp.gate",
+        "blocks.#.mlp.experts.w_in": (
+            "stack",
+            "model.layers.#.mlp.experts.*.gate_proj.weight",
+            "model.layers.#.mlp.experts.*.up_proj.weight",
+        ),
+        "blocks.#.mlp.experts.w_out": ("stack", "model.layers.#.mlp.experts.*.down_proj.weight"),
+    }
+    skipped = BUFFERS  # these classes compute as if c were 1
     optional = ("n_kv_head",)
     tied = False
     allowed = Format.allowed | {
@@ -362,29 +408,6 @@ class OpenMoE(Format):
             config["head_dim"] = model.n_embd // model.n_head
         return config
 
-    def from_own(self, state: State) -> dict[str, Tensor]:
-        """As in Format, without the buffers of routers: these classes compute as if c were 1."""
-        own = {name: tensor for name, tensor in state.items() if not name.endswith(BUFFERS)}
-        gate, up, down = self.matrices
-        out = {}
-        for name, tensor in super().from_own(own).items():
-            name = name.replace(".mlp.router.", ".mlp.gate.").replace(".mlp.", f".{self.mlp}.")
-            experts, _, leaf = name.rpartition(".")
-            if leaf == "gate_up_proj":
-                gates, ups = tensor.chunk(2, dim=-1)
-                out |= _unstack(experts, gate, gates)
-                out |= _unstack(experts, up, ups)
-            elif leaf == "down_proj":
-                out |= _unstack(experts, down, tensor)
-            else:
-                out[name] = tensor
-        return out
-
-
-def _unstack(experts: str, matrix: str, stack: Tensor) -> dict[str, Tensor]:
-    """The matrices of a stack (E, in, out) by name, each (out, in)."""
-    return {f"{experts}.{i}.{matrix}.weight": tensor.mT for i, tensor in enumerate(stack)}
-
 
 class Olmoe(OpenMoE):
     """OLMoE (arXiv 2409.02060)."""
@@ -411,8 +434,18 @@ class Mixtral(OpenMoE):
     keys = OPEN_KEYS | {"n_expert": "num_local_experts"}
     block = OPEN_BLOCK | {"qk_norm": "off"}
     routers = ("softmax-renorm",)
-    mlp = "block_sparse_moe"
-    matrices = ("w1", "w3", "w2")
+    names: Names = BLOCK_NAMES | {
+        "blocks.#.mlp.router": "model.layers.#.block_sparse_moe.gate",
+        "blocks.#.mlp.experts.w_in": (
+            "stack",
+            "model.layers.#.block_sparse_moe.experts.*.w1.weight",
+            "model.layers.#.block_sparse_moe.experts.*.w3.weight",
+        ),
+        "blocks.#.mlp.experts.w_out": (
+            "stack",
+            "model.layers.#.block_sparse_moe.experts.*.w2.weight",
+        ),
+    }
 
 
 OPEN_MOES = {"olmoe": Olmoe(), "qwen3_moe": Qwen3Moe(), "mixtral": Mixtral()}  # by model_type

@@ -8,30 +8,30 @@ import json
 import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 import configure
 from attention import kv_heads
+from common.files import DamagedFile, read_json
 from configure import Config
 from configure.check import find_conflicts
 from configure.schema import Model, select_model_keys
-from data.bins import Meta, describe_faults, fingerprint, open_tokenizer, read_meta
+from data.bins import Meta, fingerprint, open_tokenizer, read_meta
 from data.tokenizer import TOKENIZER_FILE
 from eval.trained import load_model
 from gate_norm import gate_scale
-from hf.formats import BUFFERS, FORMATS, Format, dense_width, name_block
+from hf.formats import BUFFERS, FORMATS, Format, Row, dense_width
 from hf.match_gates import match_gates, take_routers
 from hf.tokenizer_files import make_vocabulary
-from hf.upcycle import find_overrides, is_upcycled, upcycle
-from hf.weight_files import read_json, read_tensors
+from hf.weight_files import read_tensors
 from model import GPT
-from router import Router, find_spec
+from router import Router
 from runtime import RankError, RunError, distributed, folder
 from runtime.checkpoint import LazyTensors
 from runtime.parallel import copy_shard
@@ -84,11 +84,13 @@ class Weights(NamedTuple):
         autocast: torch.autocast,
         ranks: distributed.Ranks,
     ) -> None:
-        """Compare the new routers of `model` with the old ones, if any, and scale their gates."""
-        if self.routers:
-            text = match_gates(model, self.routers, config, batches, autocast, ranks)
-            run = folder.path_of(config)
-            distributed.print_once(f"{run}: on training windows, {text}")
+        """Scale the gates of new routers to the old ones', unless the config sets them."""
+        settings = config.model
+        is_set = settings.gate_norm or settings.gate_scale != 1
+        if self.routers and not is_set:
+            factors = match_gates(model, self.routers, batches, autocast, ranks)
+            text = f"the gates of {settings.router} times {factors}, to the old router's norm"
+            distributed.print_once(f"{folder.path_of(config)}: {text}")
 
 
 class Source(NamedTuple):
@@ -116,8 +118,9 @@ def read_initial_weights(config: Config) -> Weights:
                 f"{source.description}, whose weights do not fit this model. "
                 f"Add {' '.join(overrides)}"
             )
-    except (RunError, configure.ConfigError) as error:
-        message = f"train.init_from = {place}: {error}"
+    except (RunError, configure.ConfigError, DamagedFile, OSError) as error:
+        remedy = "; download it again" if isinstance(error, DamagedFile) else ""
+        message = f"train.init_from = {place}: {error}{remedy}"
         if distributed.local_rank() > 0:
             raise RunError(message) from error
         raise RankError(message) from error  # of one rank per node: others may have the folder
@@ -125,8 +128,6 @@ def read_initial_weights(config: Config) -> Weights:
     state = source.state
     origin = f"{folder.path_of(config)}: starts from {place}, {source.description}"
     notes = [origin, *source.notes]
-    if is_upcycled(model, config.model):
-        notes.append(upcycle(config, model, state))
     changes = _find_changes(model, config.model)
     notes.extend(changes.values())
     routers, centred = take_routers(state, model, config.model)
@@ -143,20 +144,13 @@ def _list_overrides(source: Source, model: Model) -> list[str]:
         keys.append("rope_base")
     elif old.block_size < model.block_size:  # positions are weights
         keys.append("block_size")
-    n_kv_head = model.n_kv_head or old.n_head  # if n_head is overridden, too
-    if kv_heads(old) != n_kv_head:
+    if kv_heads(old) != (model.n_kv_head or old.n_head):  # n_head may be overridden, too
         keys.append("n_kv_head")
     if old.vocab_size > model.vocab_size:
         keys.append("vocab_size")
-    needed = {}
-    for key in keys:
-        value = getattr(old, key)
-        if value != getattr(model, key):
-            needed[key] = value
+    needed = {key: getattr(old, key) for key in keys if getattr(old, key) != getattr(model, key)}
     if not model.bias and _has_biases(source.state):
         needed["bias"] = True
-    if is_upcycled(old, model):
-        needed.update(find_overrides(old, model))
     overrides = []
     for key, value in needed.items():
         text = value if isinstance(value, str) else json.dumps(value)
@@ -172,13 +166,11 @@ def _has_biases(state: Mapping[str, Tensor]) -> bool:
 
 def _find_mlp_keys(old: Model, model: Model) -> list[str]:
     """The keys that give the MLPs and experts of `model` the shapes that `old` has."""
-    is_dense = find_spec(model.router) is None
-    if find_spec(old.router) is None:
-        if is_dense and dense_width(old) != dense_width(model):
-            return ["top_k", "expert_hidden", "n_shared_expert"]
-        return []
+    if old.router == "dense":
+        same_width = dense_width(old) == dense_width(model)
+        return ["router"] if same_width else ["router", "top_k", "expert_hidden", "n_shared_expert"]
     keys = ["n_expert", "expert_hidden", "n_shared_expert"]
-    if is_dense:
+    if model.router == "dense":
         return ["router", *keys, "top_k"]
     both_hash = old.n_hash_layer and model.n_hash_layer  # the table of a layer has K columns
     if both_hash or model.top_k > old.n_expert:
@@ -188,15 +180,14 @@ def _find_mlp_keys(old: Model, model: Model) -> list[str]:
 
 def _find_changes(old: Model, model: Model) -> dict[str, str]:
     """Notes, by key, on settings that make `model` compute something else with the same weights."""
-    settings = ["norm_eps"]
-    if find_spec(old.router) is not None:  # the weights have routers
-        settings = ["router", "top_k", "n_hash_layer", "gate_scale", "norm_eps"]
-        settings += ["router_groups", "router_group_k"]
+    # model.gate_norm determines the scale, too
+    values = {"gate_scale": (gate_scale(old), gate_scale(model))}
+    for key in ("router", "top_k", "n_hash_layer", "router_groups", "router_group_k", "norm_eps"):
+        values[key] = (getattr(old, key), getattr(model, key))
+    if old.router == "dense":  # nothing of a router is in the weights
+        values = {"norm_eps": values["norm_eps"]}
     changes = {}
-    for key in settings:
-        # model.gate_norm determines the scale, too
-        before = gate_scale(old) if key == "gate_scale" else getattr(old, key)
-        now = gate_scale(model) if key == "gate_scale" else getattr(model, key)
+    for key, (before, now) in values.items():
         if before != now:
             changes[key] = f"model.{key} changes from {before} to {now}"
     return changes
@@ -205,23 +196,18 @@ def _find_changes(old: Model, model: Model) -> dict[str, str]:
 def _fit_state(
     state: MutableMapping[str, Tensor], model: Model, changes: Collection[str]
 ) -> list[str]:
-    """Reduce `state` to the state of a GPT of `model`.
+    """Reduce `state`, in place, to the state of a GPT of `model`, whose `changes` are keys.
 
-    Args:
-        state: weights, which are changed in place.
-        model: the run's.
-        changes: keys that differ, see `_find_changes`.
-
-    Returns:
-        Notes on what is missing or not used.
+    Returns notes on what is missing or not used.
     """
     notes = []
     own = _meta_state(model)
-    new_scale = not {"router", "top_k", "gate_scale"}.isdisjoint(changes)
     unused = []
+    # it follows from the config; else match_gates may have set it
+    new_scale = not {"router", "top_k", "gate_scale"}.isdisjoint(changes)
     for name in list(state):
-        if name.endswith("router.c") and new_scale:
-            del state[name]  # it follows from the config; else match_gates may have set it
+        if new_scale and name.endswith("router.c"):
+            del state[name]
             continue
         other_router = "router" in changes and name.endswith("selection_bias")
         if (name not in own or other_router) and state.pop(name).any():
@@ -288,7 +274,7 @@ def _read_run(place: Path, data: Path) -> Source:
 
 def _read_transformers(place: Path, model: Model, data: Path) -> Source:
     """A folder that transformers or scripts.export wrote."""
-    settings = read_json(place / "config.json")
+    settings = read_json(place / "config.json", dict[str, Any])
     kind = str(settings.get("model_type"))
     if kind not in FORMATS:
         kinds = ", ".join(FORMATS)
@@ -301,12 +287,14 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Source:
     tensors = LazyTensors(form.unify_names(tensors.makers))
     # older files have it, too, where it is the embedding
     head = tensors.pop("lm_head.weight", None) if described.tie_embeddings else None
-    shapes = _meta_state(described)
-    if kind != "nanokern":
-        shapes = {name: t for name, t in shapes.items() if not name.endswith(BUFFERS)}
-    _check_shapes(tensors, form.from_own(shapes))
+    own = _meta_state(described)
+    _check_shapes(tensors, form.from_own(own, described))
     _check_vocabulary(place, settings, described.vocab_size, data)
-    state = _convert(tensors, form, shapes)
+    readers = {}
+    for name in own:
+        if not name.endswith(form.skipped):
+            readers[name] = partial(_join, tensors, form.find_row(name, described))
+    state = LazyTensors(readers)
     # transformers does not tie these
     if head is not None and not head.float().equal(state["wte.weight"].float()):
         raise RunError(
@@ -319,28 +307,8 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Source:
     return Source(f"a model of class {form.architecture}", described, state, notes)
 
 
-def _convert(tensors: LazyTensors, form: Format, shapes: dict[str, Tensor]) -> LazyTensors:
-    """`tensors`, named as in `form`, as a state of model.py with the names of `shapes`.
-
-    A tensor is converted when it is read.
-    """
-    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    widest = reduce(torch.promote_types, dtypes)
-    blocks: dict[str, dict[str, Tensor]] = {}  # `from_own` looks at other weights of a block
-    for name, meta in shapes.items():
-        blocks.setdefault(name_block(name), {})[name] = meta
-
-    def convert(name: str) -> Tensor:
-        meta = shapes[name]
-        dtype = widest if meta.is_floating_point() else meta.dtype
-        tensor = torch.empty(meta.shape, dtype=dtype)
-        block = blocks[name_block(name)] | {name: tensor}
-        for theirs, view in form.from_own(block).items():
-            if not view.is_meta:
-                view.copy_(tensors[theirs])
-        return tensor
-
-    return LazyTensors({name: partial(convert, name) for name in shapes})
+def _join(tensors: Mapping[str, Tensor], row: Row) -> Tensor:
+    return row.join([tensors[name] for name in row.names])
 
 
 def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
@@ -348,7 +316,9 @@ def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
     try:
         model = Model(**form.read_config(settings))
     except ValidationError as error:
-        raise RunError(f"config.json: {describe_faults(error)}; use other weights") from error
+        fault = error.errors()[0]
+        key = ".".join(str(part) for part in fault["loc"])
+        raise RunError(f"config.json: {key}: {fault['msg']}; use other weights") from error
     except (TypeError, AttributeError) as error:
         raise RunError(
             f"config.json: a value has the wrong type ({error}); download it again"
@@ -380,14 +350,26 @@ def _check_shapes(tensors: Mapping[str, Tensor], expected: dict[str, Tensor]) ->
                 f"expected {wanted}; download both again"
             )
         if name.endswith("hash_table"):
-            experts = torch.arange(len(expected[name.replace("hash_table", "weight")]))
-            if not torch.isin(tensors[name], experts).all():
+            n_expert = len(expected[name.replace("hash_table", "weight")])
+            if not torch.isin(tensors[name], torch.arange(n_expert)).all():
                 raise RunError(f"{name} names experts that do not exist; download it again")
         elif tensors[name].dtype not in FLOATS:
             raise RunError(
                 f"{name} ({tensors[name].dtype}) is not floating point; "
                 f"use weights that are not quantized"
             )
+
+
+class TokenizerModel(BaseModel):
+    """The part of a tokenizer.json with the ids: by text, or in Unigram's their order."""
+
+    vocab: dict[str, int] | list[tuple[str, float]]
+
+
+class TokenizerBody(BaseModel):
+    """What is read of a tokenizer.json."""
+
+    model: TokenizerModel
 
 
 def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Path) -> None:
@@ -405,13 +387,12 @@ def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Pa
         raise _wrong_tokenizer(f"one whose texts end with id {end}", data, meta)
     if not (place / TOKENIZER_FILE).is_file():
         return
-    tokenizer_model = read_json(place / TOKENIZER_FILE).get("model")
-    vocabulary = tokenizer_model.get("vocab") if isinstance(tokenizer_model, dict) else None
-    if not isinstance(vocabulary, dict):
-        raise _wrong_tokenizer("not a byte-level one", data, meta)
+    vocab = read_json(place / TOKENIZER_FILE, TokenizerBody).model.vocab
+    if isinstance(vocab, list):
+        vocab = {text: number for number, (text, _) in enumerate(vocab)}
     for text, number in make_vocabulary(open_tokenizer(data)).items():
-        if vocabulary.get(text, number) != number:
-            raise _wrong_tokenizer(f"one whose id of {text!r} is {vocabulary[text]}", data, meta)
+        if vocab.get(text, number) != number:
+            raise _wrong_tokenizer(f"one whose id of {text!r} is {vocab[text]}", data, meta)
 
 
 def _wrong_tokenizer(difference: str, data: Path, meta: Meta) -> RunError:

@@ -5,15 +5,13 @@ ReLU is not, so W is centred. And the new gates would have another size, so each
 is scaled.
 """
 
-import math
 from collections.abc import Iterator, MutableMapping
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from configure import Config
 from configure.schema import Model
 from model import GPT, build_router
 from router import Router, Routing, find_spec
@@ -45,118 +43,74 @@ def take_routers(
     routers = {}
     for layer in range(source.n_layer):
         name = f"blocks.{layer}.mlp.router"
-        own = {}
-        for key in state:
-            if key.startswith(f"{name}."):
-                own[key.removeprefix(f"{name}.")] = state[key]
         router = build_router(source, layer).requires_grad_(False)
-        router.load_state_dict(own, strict=False)  # weights of other projects have no buffers
+        for key, tensor in router.state_dict().items():
+            own = f"{name}.{key}"
+            if own in state:  # weights of other projects have no buffers
+                tensor.copy_(state[own])
+            if own in state and must_centre and key in ("weight", "bias"):  # (E, C), (E,)
+                exact = state[own].double()
+                state[own] = (exact - exact.mean(0)).float()
         routers[name] = router
-        if must_centre:
-            _centre_router(state, name)
     if not must_centre:
         return routers, []
     note = "router weights are centred (mean over experts 0): "
     return routers, [f"{note}{source.router} ignores that, {model.router} does not"]
 
 
-def _centre_router(state: MutableMapping[str, Tensor], name: str) -> None:
-    for key in (f"{name}.weight", f"{name}.bias"):  # (E, C), (E,)
-        if key in state:
-            exact = state[key].double()
-            state[key] = (exact - exact.mean(0)).float()
-
-
-class RouterSwap:
-    """A layer's new router, which routes by the old one until `handle` is removed.
-
-    Attributes:
-        square: () fp64, the sum over batches of the mean over tokens of Σ g² of the new router, on
-            the inputs that the old one has.
-    """
-
-    def __init__(self, new: Router, old: Router) -> None:
-        device = new.c.device
-        self.new = new
-        self.old = old.to(device)
-        self.square = torch.zeros((), dtype=torch.float64, device=device)
-        self.handle = new.register_forward_hook(self._route_by_old, with_kwargs=True)
-
-    def _route_by_old(
-        self, _: Router, args: tuple, kwargs: dict[str, Any], routing: Routing
-    ) -> Routing:
-        gates = routing.weights  # (N, K)
-        self.square += (gates.square().sum() / len(gates)).double()
-        return self.old(*args, **kwargs)
-
-
 @torch.no_grad()
 def match_gates(
     model: GPT,
     old: dict[str, Router],
-    config: Config,
     batches: Iterator[tuple[Tensor, Tensor]],
     autocast: torch.autocast,
     ranks: Ranks,
 ) -> str:
     """Give each layer's gates the norm √E‖g‖² of its old router's gates. Every rank calls it.
 
-    Both routers of a layer get the input that the old model has there. The new router's c is
-    multiplied by the ratio of their norms, unless model.gate_norm or model.gate_scale is set.
+    In one pass over TOKENS tokens, both routers of a layer get the input that the old model has
+    there. The new router's c is multiplied by the ratio of their norms.
 
     Args:
         model: with the new routers, as `parallel.distribute` leaves it.
         old: the routers that were replaced, by name.
-        config: of the run.
         batches: training windows of this rank.
         autocast: the run's context for forward passes.
         ranks: all ranks of the run.
 
     Returns:
-        Text with the measures of both routers, and the factors.
+        Text with the factors.
     """
-    settings = config.model
-    train = config.train
-    tokens_per_batch = train.micro_batch_size * settings.block_size * ranks.world_size
-    windows = list(islice(batches, math.ceil(TOKENS / tokens_per_batch)))
-    text = ""
+    squares = torch.zeros(2, len(old), dtype=torch.float64, device=ranks.device)  # Σ g², old, new
+
+    def route_by_old(
+        layer: int, router: Router, _: Router, args: tuple, kwargs: dict[str, Any], new: Routing
+    ) -> Routing:
+        before = router(*args, **kwargs)
+        squares[0, layer] += before.weights.square().sum()
+        squares[1, layer] += new.weights.square().sum()
+        return before
+
+    routers = [model.get_submodule(name) for name in old]
+    hooks = []
+    for layer, (router, replaced) in enumerate(zip(routers, old.values(), strict=True)):
+        route = partial(route_by_old, layer, replaced.to(ranks.device))
+        hooks.append(router.register_forward_hook(route, with_kwargs=True))
     model.eval()
+    tokens = 0
     with torch.compiler.set_stance("force_eager"):  # a block compiled with a hook would keep it
-        swaps = []
-        for name, router in old.items():
-            swaps.append(RouterSwap(model.get_submodule(name), router))  # pyrefly: ignore[bad-argument-type]
-        before = _measure_gates(model, windows, autocast, ranks)
-        for swap in swaps:
-            swap.handle.remove()
-        if not settings.gate_norm and settings.gate_scale == 1:
-            sums = sum_over_ranks(torch.stack([swap.square for swap in swaps]))  # (L,)
-            ratio = before[2] / (sums / (len(windows) * ranks.world_size))
-            usable = ratio.isfinite() & (ratio > 0)  # else all gates of a router are 0
-            factors = torch.where(usable, ratio.sqrt(), 1).tolist()
-            for swap, factor in zip(swaps, factors, strict=True):
-                swap.new.c.mul_(factor)
-            listed = ", ".join(f"{factor:.3g}" for factor in factors)
-            text = f"; its gates times {listed}"
-        after = _measure_gates(model, windows, autocast, ranks)
+        while tokens < TOKENS:
+            x, y = next(batches)
+            with autocast:
+                model(x.to(ranks.device), y.to(ranks.device))
+            tokens += x.numel() * ranks.world_size
     model.train()
-    return f"old router: {_describe(before)}; {settings.router}: {_describe(after)}{text}"
-
-
-def _measure_gates(
-    model: GPT, batches: list[tuple[Tensor, Tensor]], autocast: torch.autocast, ranks: Ranks
-) -> Tensor:
-    """Loss, zero gates and Σ g² of each layer, (3, L) fp64: means over tokens of all ranks."""
-    measures = []
-    for x, y in batches:
-        with autocast:
-            _, loss, stats, _ = model(x.to(ranks.device), y.to(ranks.device))
-        losses = loss.expand(len(stats.zero_gates))
-        measures.append(torch.stack([losses, stats.zero_gates, stats.gate_square]).double())
-    return sum_over_ranks(torch.stack(measures).mean(0)) / ranks.world_size
-
-
-def _describe(measures: Tensor) -> str:
-    """`_measure_gates` as text, averaged over layers."""
-    loss, zero_gates, gate_square = measures
-    norm = gate_square.sqrt().mean()
-    return f"loss {loss[0]:.4f}, zero gates {zero_gates.mean():.2%}, gate norm {norm:.3g}"
+    for hook in hooks:
+        hook.remove()
+    before, after = sum_over_ranks(squares)  # (L,) each
+    ratio = (before / after).sqrt()
+    usable = ratio.isfinite() & (ratio > 0)  # else all gates of a router are 0
+    factors = torch.where(usable, ratio, 1).tolist()
+    for router, factor in zip(routers, factors, strict=True):
+        router.c.mul_(factor)  # pyrefly: ignore[not-callable, missing-attribute]
+    return ", ".join(f"{factor:.3g}" for factor in factors)

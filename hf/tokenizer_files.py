@@ -15,6 +15,7 @@ from data.tokenizer import (
 )
 from runtime import RunError
 
+PADDING = "<|padding|>"
 # spaces, umlauts, Chinese characters, emoji, line breaks, a combining accent
 TRIAL = "  Straße über naïve,\n\n\t日本語の文 🙂 👩‍👩‍👧 \r\n e\u0301 x=1"
 
@@ -24,13 +25,22 @@ def write_json(path: Path, body: dict[str, Any]) -> None:
     path.write_text(json.dumps(body, ensure_ascii=False, indent=1) + "\n", "utf-8")
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: str | Path, block_size: int) -> None:
+def write_tokenizer(
+    tokenizer: Tokenizer, folder: str | Path, block_size: int, padding: int | None = None
+) -> None:
     """Write both files into `folder`, and check them.
 
     They give the same ids, except where a text contains the end-of-text mark: transformers reads
     the mark as the token, unless it is called with split_special_tokens=True. The tokenizer.json of
     another project is copied, but neither adds tokens to a text nor cuts it, as data.prepare does
     not. Raises RunError if the files give other ids than the run's data have.
+
+    Args:
+        tokenizer: of the run.
+        folder: of the export.
+        block_size: of the model.
+        padding: id of a padding token that the data do not use. It is not the end of a text:
+            transformers' collators leave padding out of the loss.
     """
     if isinstance(tokenizer, FileTokenizer):
         body = json.loads(tokenizer.files[TOKENIZER_FILE])
@@ -46,13 +56,28 @@ def write_tokenizer(tokenizer: Tokenizer, folder: str | Path, block_size: int) -
         "clean_up_tokenization_spaces": False,
         "bos_token": end,
         "eos_token": end,
-        "pad_token": end,
     }
+    if padding is not None:
+        body["added_tokens"].append(describe_special(padding, PADDING))
+        config["pad_token"] = PADDING
     write_json(Path(folder, TOKENIZER_FILE), body)
     write_json(Path(folder, "tokenizer_config.json"), config)
     if isinstance(tokenizer, FileTokenizer):
         assert end is not None
         check_written(tokenizer, Path(folder, TOKENIZER_FILE), end)
+
+
+def describe_special(number: int, text: str) -> dict[str, Any]:
+    """A special token of a tokenizer.json."""
+    return {
+        "id": number,
+        "content": text,
+        "special": True,
+        "normalized": False,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
 
 
 def check_written(tokenizer: FileTokenizer, file: Path, end: str) -> None:
@@ -77,15 +102,6 @@ def check_written(tokenizer: FileTokenizer, file: Path, end: str) -> None:
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     """The tokenizer.json of bytes or of GPT-2's encoding."""
     tokens = token_bytes(tokenizer)
-    end = {
-        "id": tokenizer.eot,
-        "content": END_OF_TEXT,
-        "special": True,
-        "normalized": False,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-    }
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -94,7 +110,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     }
     return {
         "version": "1.0",
-        "added_tokens": [end],
+        "added_tokens": [describe_special(tokenizer.eot, END_OF_TEXT)],
         "pre_tokenizer": byte_level,
         "decoder": byte_level,
         "model": {

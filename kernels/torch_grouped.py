@@ -19,7 +19,8 @@ Experts with a gate of their own (SwiGLU) have two pre-activations, P = 2H colum
 = act(a) · b.
 
 Shapes: N tokens, C = n_embd, E experts, K = top_k, H = expert_hidden, P = H or 2H pre-activations,
-S slots. This file imports only torch, so that exported models can ship it.
+S slots. This file imports only torch, so that exported models can ship it: its names
+are a public interface of theirs.
 """
 
 from dataclasses import dataclass

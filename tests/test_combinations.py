@@ -129,7 +129,7 @@ FEATURES = {
         "wsd": "optim.schedule=wsd;optim.decay_fraction=0.75;optim.grad_clip=0",
     },
     "backend": {"torch": "", "reference": "model.backend=reference"},
-    "start": {"fresh": "", "swap": "", "upcycled": ""},
+    "start": {"fresh": "", "swap": ""},
     "stop": {"none": "", "once": ""},
 }
 # Pairs that configure refuses, or that a source of weights does not have
@@ -137,11 +137,7 @@ FORBIDDEN = [
     ("router dense", "layers hash"),
     ("router dense", "layers both"),
     ("router dense", "start swap"),
-    ("router dense", "start upcycled"),
     ("mlp gated", "mlp bias"),
-    ("start upcycled", "layers hash"),
-    ("start upcycled", "layers dense"),
-    ("start upcycled", "layers both"),
 ]
 
 
@@ -529,12 +525,11 @@ def find_start(folder, number, row):
     """The override of train.init_from: a run of two steps with another router."""
     if row["start"] == "fresh":
         return []
-    router = "dense" if row["start"] == "upcycled" else "softmax-l2"
     config = load(
         folder,
         10_000 + number,
         row,
-        f"model.router={router}",
+        "model.router=softmax-l2",
         "train.max_steps=2",
         "optim.schedule=cosine",
         "train.bias_update=sign",

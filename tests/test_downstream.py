@@ -65,7 +65,7 @@ def clients(tmp_path_factory):
     theirs = GPT2LMHeadModel(config).eval()
     sizes = {"block_size": 32, "vocab_size": 257, "top_k": 2, "expert_hidden": 12}
     ours = small_model(**{f"model.{key}": value for key, value in sizes.items()}, **DENSE)
-    for name, view in FORMATS["gpt2"].from_own(ours.state_dict()).items():
+    for name, view in FORMATS["gpt2"].from_own(ours.state_dict(), ours.config).items():
         view.copy_(theirs.state_dict()[name])
     path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(ByteTokenizer(), path, 32)

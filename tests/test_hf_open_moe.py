@@ -124,7 +124,9 @@ def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
     assert_near(mine, loss, LIMIT, "loss")
     mine.backward()
     loss.backward()
-    gradients = FORMATS["nanokern"].from_own({name: p.grad for name, p in model.named_parameters()})
+    gradients = FORMATS["nanokern"].from_own(
+        {name: p.grad for name, p in model.named_parameters()}, model.config
+    )
     for name, p in theirs.named_parameters():  # experts are transposed
         gradient = gradients[name.replace(".mlp.gate.", ".mlp.router.")]
         assert_near(gradient.mT if ".experts." in name else gradient, p.grad, 2 * LIMIT, name)

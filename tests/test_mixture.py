@@ -33,7 +33,6 @@ from data.mixture import (
 from eval import val_loss
 from eval.routing import read_validation
 from eval.trained import load_model, load_run
-from hf import upcycle
 from runtime import RunError
 from runtime.folder import path_of
 
@@ -259,18 +258,6 @@ def test_a_mixture_of_one_set_is_that_set(mixed):
     one = run(mixed("data.mix={books = 3}", "run.name=one"))
     assert column(one, "train/loss") == column(alone, "train/loss")
     assert column(one, "val/loss") == column(one, "val/books/loss") == column(alone, "val/loss")
-
-
-def test_experts_start_from_a_dense_run_on_a_mixture(mixed, capsys, monkeypatch):
-    """The losses that are printed are those of evaluations, also with documents kept apart."""
-    monkeypatch.setattr(upcycle, "WINDOWS", 40)  # some of which hold several documents
-    own = ["data.mix={arxiv = 1, edu = 1}", "eval.windows=40", "train.max_steps=1"]
-    own.append("data.document_mask=true")
-    dense = mixed(*own, "model.router=dense", "run.name=dense")
-    before = column(run(dense), "val/loss")[-1]
-    after = column(run(mixed(*own, f"train.init_from={path_of(dense)}")), "val/loss")[0]
-    said = capsys.readouterr().out
-    assert f"loss on 40 validation windows {before:.5f} -> {after:.5f}" in said
 
 
 def test_a_resumed_run_is_the_undisturbed_one(mixed):

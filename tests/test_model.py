@@ -4,6 +4,8 @@ statistics.
 test_hf_open_moe.py compares them to OLMoE, Qwen3-MoE and Mixtral.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,9 +109,8 @@ def test_dense_equals_gpt2_of_transformers():
         "n_inner": 24,
     }
     theirs = GPT2LMHeadModel(GPT2Config(**sizes, activation_function="gelu")).double().eval()
-    assert_equals_theirs(
-        model, theirs, FORMATS["gpt2"].from_own, tolerance(torch.float64, 32, roundings=48)
-    )
+    convert = partial(FORMATS["gpt2"].from_own, model=model.config)
+    assert_equals_theirs(model, theirs, convert, tolerance(torch.float64, 32, roundings=48))
 
 
 GLM4 = {
@@ -138,10 +139,10 @@ GLM4 |= {
 GLM4 |= {"num_mtp_layers": 0, "experts_implementation": "eager", "attn_implementation": "eager"}
 
 
-def to_glm4(tensors):
+def to_glm4(tensors, model):
     """Its names; its experts are transposed."""
     renamed = {}
-    for name, tensor in FORMATS["nanokern"].from_own(tensors).items():
+    for name, tensor in FORMATS["nanokern"].from_own(tensors, model).items():
         name = name.replace(".mlp.router.", ".mlp.gate.").replace(
             "gate.selection_bias", "gate.e_score_correction_bias"
         )
@@ -163,7 +164,8 @@ def test_moe_equals_glm4_of_transformers(copies, monkeypatch):
         build_random(**MODERN | own),
         Glm4MoeForCausalLM(Glm4MoeConfig(**GLM4)).double().eval(),
     )
-    stats = assert_equals_theirs(model, theirs, to_glm4, tolerance(torch.float32, 32, roundings=24))
+    convert = partial(to_glm4, model=model.config)
+    stats = assert_equals_theirs(model, theirs, convert, tolerance(torch.float32, 32, roundings=24))
     assert stats.loads.shape == (3, B, 8)
 
 
