@@ -7,13 +7,13 @@ Shapes: N tokens, B sequences, L layers, E experts, K = top_k.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from router import EPS, Routing
+from router import EPS, Router, Routing
 
 MARGIN_BINS = 1000
 
@@ -197,6 +197,49 @@ def update_selection_bias(selection_bias: Tensor, loads: Tensor, rate: float | T
     """
     loads = loads.to(selection_bias.dtype)
     selection_bias.add_(rate * torch.sign(loads.mean() - loads))
+
+
+class SelectionBias:
+    """Moves the routers' selection biases (train.bias_update), except in hash layers.
+
+    Attributes:
+        n_bin: bins of the histograms that a step's statistics need: MARGIN_BINS with "quantile",
+            else 0.
+        moved: (L,) mean distance that the last step moved the biases by; None except with
+            "quantile".
+    """
+
+    def __init__(self, routers: Sequence[Router], update: str, rate: float) -> None:
+        """Move the biases of `routers` by `update`, "sign" with a step of `rate` or "quantile"."""
+        self.routers = routers
+        self.rate = rate
+        self.n_bin = MARGIN_BINS if update == "quantile" else 0
+        self.moved: Tensor | None = None
+
+    @torch.no_grad()
+    def update(self, loads: Tensor, margins: Tensor, taken: Tensor) -> None:
+        """Move the biases by a step's sums over all ranks.
+
+        Args:
+            loads: (L, E) tokens per expert.
+            margins: (L, E, n_bin), histograms of `count_margins`.
+            taken: () bool; where it is False, nothing changes.
+        """
+        if not self.rate and not self.n_bin:
+            return
+        distances = []
+        for router, of_router, histogram in zip(self.routers, loads, margins, strict=True):
+            bias = router.selection_bias
+            old_bias = bias.clone()
+            if self.rate and router.hash_table is None:
+                update_selection_bias(bias, of_router, self.rate * taken)
+            if self.n_bin and router.hash_table is None:
+                bounds = router.spec.score_range
+                solved = solve_selection_bias(bias, histogram, router.top_k, bounds)
+                bias.copy_(torch.where(taken, solved, bias))
+            distances.append((bias - old_bias).abs().mean())
+        if self.n_bin and distances:  # a dense model has none
+            self.moved = torch.stack(distances)
 
 
 # ---- quantile balancing

@@ -7,8 +7,7 @@ experts, K = top_k, H = expert_hidden, V = vocab_size, L = n_layer.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,7 +68,7 @@ class Experts(nn.Module):
         self.w_out = nn.Parameter(torch.empty(E, H, C))
         self.backend = config.backend
         self.activation = config.activation
-        # w_in and w_out as GPT.cast_once cast them
+        # w_in and w_out in autocast's type, for several passes to share
         self.copies: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -269,33 +268,6 @@ class GPT(nn.Module):
             loss, losses = linear_cross_entropy(x, self.head, targets, self.config.backend)
             losses = losses.view(idx.shape).mean(1)
         return Output(logits, loss, stack_stats(layers, idx.device), losses)
-
-    @contextmanager
-    def cast_once(
-        self, dtype: torch.dtype, copies: Mapping[Tensor, Tensor] | None = None
-    ) -> Iterator[None]:
-        """Let all passes under autocast to `dtype` share one copy of each expert's weights.
-
-        The weights must not change meanwhile.
-
-        Args:
-            dtype: autocast's.
-            copies: copies in `dtype` by weight. Weights listed here are not copied again.
-        """
-
-        def find_copy(weight: Tensor) -> Tensor:
-            if copies and weight in copies:
-                return copies[weight]
-            return weight.detach().to(dtype)
-
-        layers = [module for module in self.modules() if isinstance(module, Experts)]
-        for experts in layers:
-            experts.copies = (find_copy(experts.w_in), find_copy(experts.w_out))
-        try:
-            yield
-        finally:
-            for experts in layers:
-                experts.copies = None
 
     def hidden(self, idx: Tensor, past: KVCache | None = None) -> tuple[Tensor, list[Stats | None]]:
         """The residual stream (B, T, C) before ln_f, and the Stats of each block."""

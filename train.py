@@ -187,8 +187,8 @@ def forward_backward(
     for x, y in islice(batches, accumulation):
         micro_batches.append((x.to(device, non_blocking=True), y.to(device, non_blocking=True)))
     passes = partial(run_passes, state, accumulation, train)
-    state.graph.start_step(state.optimizer.valid_copies())
-    with state.cast_experts_once():
+    state.graph.start_step()
+    with state.half.in_passes():
         loads = None
         if needs_step_loads(state, train) and accumulation > 1:
             loads = count_step_loads(state, micro_batches)
@@ -309,7 +309,7 @@ def train(
             stats, _ = forward_backward(state, batches, plan.accumulation, config.train)
             taken = state.updates.step(step, lr, stats.loss)  # decided on the device
             state.zero_grad()
-            state.selection_bias.update(stats, taken)
+            state.selection_bias.update(stats.loads, stats.margins, taken)
             if state.average:
                 state.average.update(taken, state.updates.counters.taken)
             state.interval.add_step(stats)

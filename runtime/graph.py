@@ -4,7 +4,7 @@ Without it the host launches each of some 900 kernels, which lasts longer than t
 themselves: on an H200 a step of config/125m.toml lasts 103 ms, with it 81 (docs/performance.md).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from common.text import first_line
 from runtime.distributed import memory_bytes, print_once
 
 MOST_PLANNED = 0.7  # share of a device's memory, with train.cuda_graph = auto; not measured
-WARM_UP = 3  # steps before: kernels compile, and AdamW makes its copies of experts' weights
+WARM_UP = 3  # steps before: kernels compile
 
 # Of inputs and targets (B, T) int64 and any loads (L, E): the loss () and its part of the step's
 # statistics. It adds gradients to p.grad.
@@ -35,46 +35,29 @@ class StepGraph:
 
     A step's first micro-batch writes the gradients, all others add to them: two graphs.
 
-    A step casts experts' weights before its passes. A graph reads those casts by their addresses,
-    so a step is captured or replayed only if the optimizer keeps all of them in place.
+    They read experts' weights in half precision where `HalfCopies` keeps them.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        enabled: bool,
-        cast_weights: Sequence[Tensor] = (),
-        pool: Any = None,
-    ) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], enabled: bool, pool: Any = None) -> None:
         """Set up without capturing.
 
         Args:
             parameters: of the model; they get gradients.
             enabled: capture; else every step runs its passes.
-            cast_weights: the weights that a step casts.
             pool: of torch.cuda.graph_pool_handle, memory that graphs of other models use, too, when
                 they are replayed; None: its own.
         """
         self.parameters = list(parameters)
-        self.cast_weights = cast_weights
         self.pool = pool
         self.enabled = enabled
         self.n_step = 0
         self.captured: dict[bool, Captured] = {}  # the key is True for the step's first micro-batch
-        self.addresses: list[int] = []  # of the casts that the graphs read
         self.replays = False
         self.is_first = True
 
-    def start_step(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """Decide how the step is run. `copies` by weight are valid casts, kept by the optimizer."""
-        # after weights were loaded or exchanged there are no valid copies for a step
-        keeps_casts = all(weight in copies for weight in self.cast_weights)
-        self.replays = self.enabled and self.n_step >= WARM_UP and keeps_casts
-        if self.replays:
-            addresses = [copies[weight].data_ptr() for weight in self.cast_weights]
-            if not self.captured:
-                self.addresses = addresses
-            self.replays = addresses == self.addresses
+    def start_step(self) -> None:
+        """Decide how the step is run."""
+        self.replays = self.enabled and self.n_step >= WARM_UP
         self.is_first = True
         self.n_step += 1
 
@@ -143,7 +126,7 @@ def capture_graph(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CU
 
 
 def can_capture(
-    asked: str, device: torch.device, is_sharded: bool, keeps_casts: bool, planned_bytes: int
+    asked: str, device: torch.device, is_sharded: bool, has_kernels: bool, planned_bytes: int
 ) -> bool:
     """Return True if train.cuda_graph = `asked` captures; prints a line if it is "on" and cannot.
 
@@ -151,7 +134,7 @@ def can_capture(
         asked: "auto", "on" or "off".
         device: where the run computes.
         is_sharded: the run has several ranks or a train.parallel other than ddp.
-        keeps_casts: the optimizer keeps half-precision copies of all weights that a step casts.
+        has_kernels: experts are multiplied in fp32 or by Triton's kernels.
         planned_bytes: memory that the run is expected to need. A graph does not share the memory of
             its activations, so "auto" leaves a part of the device free for evaluations.
     """
@@ -160,8 +143,8 @@ def can_capture(
     reason = ""
     if device.type != "cuda" or is_sharded:
         reason = "one CUDA device and train.parallel = ddp"
-    elif not keeps_casts:
-        reason = "optim.name = adamw and model.backend = triton, or train.dtype = float32"
+    elif not has_kernels:
+        reason = "model.backend = triton, or train.dtype = float32"
     if reason:
         if asked == "on":
             print_once(f"train.cuda_graph: steps run without a graph: it needs {reason}")

@@ -1,6 +1,7 @@
 """The optimizers: torch's fused AdamW, AdamW that also writes half-precision copies, and Muon."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -69,17 +70,109 @@ class Optimizers:
         for part in self.parts:
             part.zero_grad(set_to_none)
 
-    def valid_copies(self) -> dict[Tensor, Tensor]:
-        """{weight: half-precision copy}, if only `CopyingAdamW` has changed the weight since."""
-        for part in self.parts:
-            if isinstance(part, CopyingAdamW):
-                return part.valid_copies()
-        return {}
+
+class HalfCopies:
+    """Half-precision copies of experts' weights, which all passes of a step share.
+
+    They never move, so a CUDA graph may read them. `CopyingAdamW` writes them in its step, where
+    Triton runs; `refresh` writes all others, and those whose weights a checkpoint or an exchange
+    with the mean has changed.
+
+    Attributes:
+        copies: {weight: copy}.
+        by_kernel: `CopyingAdamW` is to write them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Experts] = (),
+        dtype: torch.dtype = torch.half,
+        backend: str = "torch",
+    ) -> None:
+        """Allocate copies in `dtype` of the weights of `layers`, which `backend` multiplies."""
+        self.layers = layers
+        self.copies: dict[Tensor, Tensor] = {}
+        # Of each weight when a kernel wrote its copy. torch's fused AdamW does not count versions.
+        self.versions: dict[Tensor, int] = {}
+        for experts in layers:
+            for weight in (experts.w_in, experts.w_out):
+                self.copies[weight] = torch.empty_like(weight, dtype=dtype)
+        self.by_kernel = False
+        if layers:
+            device = layers[0].w_in.device
+            self.by_kernel = choose_backend(backend, device, dtype) == "triton"
+
+    def note(self, weight: Tensor) -> None:
+        """Note that a kernel has just written the weight and its copy."""
+        self.versions[weight] = weight._version
+
+    def is_valid(self, weight: Tensor) -> bool:
+        """True if a kernel wrote the copy and nothing has changed the weight since."""
+        return self.versions.get(weight) == weight._version
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the weights whose copies are not valid."""
+        for weight, copy in self.copies.items():
+            if not self.is_valid(weight):
+                copy.copy_(weight)
+
+    @contextmanager
+    def in_passes(self) -> Iterator[None]:
+        """Within this context passes under autocast read the copies; weights must not change."""
+        self.refresh()
+        for experts in self.layers:
+            experts.copies = (self.copies[experts.w_in], self.copies[experts.w_out])
+        try:
+            yield
+        finally:
+            for experts in self.layers:
+                experts.copies = None
 
 
-def build_optimizer(
-    model: nn.Module, optim: Optim, copy_dtype: torch.dtype | None = None
-) -> Optimizers:
+class CopyingAdamW(torch.optim.Optimizer):
+    """AdamW whose kernel also writes each weight to its half-precision copy.
+
+    Parameters, gradients and moments are contiguous and in fp32. Gradients are divided by
+    `grad_scale`, and nothing changes where `found_inf` is 1.
+    """
+
+    grad_scale: Tensor
+    found_inf: Tensor
+
+    def __init__(self, groups: list[Group], optim: Optim, half: HalfCopies) -> None:
+        betas = (optim.beta1, optim.beta2)
+        # `fused`: loading a checkpoint then keeps step counts on the device
+        super().__init__(groups, {"lr": optim.lr, "betas": betas, "eps": optim.eps, "fused": True})
+        self.half = half
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]  # no loss is returned
+        """Take a step with the gradients in place. There is no `closure`."""
+        assert triton_adamw, "for devices where Triton can run"
+        counts = [state["step"] for state in self.state.values()]
+        torch._foreach_add_(counts, [1 - self.found_inf] * len(counts))
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                triton_adamw.adamw_step(
+                    p,
+                    p.grad,
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    self.half.copies[p],
+                    state["step"],
+                    self.grad_scale,
+                    self.found_inf,
+                    group["lr"],
+                    group["betas"],
+                    group["eps"],
+                    group["weight_decay"],
+                )
+                self.half.note(p)
+
+
+def build_optimizer(model: nn.Module, optim: Optim, half: HalfCopies | None = None) -> Optimizers:
     """AdamW, or Muon with AdamW, with moments allocated; only matrices have weight decay.
 
     Args:
@@ -87,15 +180,13 @@ def build_optimizer(
         optim: settings. `Updates` multiplies a group's rate by its `lr_ratio`:
             optim.router_lr_ratio for routers (W, b, γ), optim.expert_out_lr_ratio for w_out of the
             routed experts.
-        copy_dtype: the type of `choose_copy_dtype`, for copies of the routed experts' weights.
+        half: copies that AdamW's step may write.
     """
     groups = group_parameters(model, optim)
     ordered = [p for group in groups for p in group["params"]]
-    copied: set[Tensor] = set()
-    if copy_dtype is not None:
-        for name, p in model.named_parameters():
-            if ".experts." in name and not is_for_muon(optim, name, p.dim()):
-                copied.add(p)
+    copied: Mapping[Tensor, Tensor] = {}
+    if half is not None and half.by_kernel:
+        copied = half.copies
 
     # by the ranks that parameters are on: torch does not step or clear several meshes at once
     by_torch: dict[Any, list[Group]] = {}
@@ -118,8 +209,8 @@ def build_optimizer(
     for part in by_torch.values():
         parts.append(torch.optim.AdamW(part, lr=optim.lr, betas=betas, eps=optim.eps, fused=True))
     if by_copying:
-        assert copy_dtype is not None
-        parts.append(CopyingAdamW(by_copying, optim.lr, betas, optim.eps, copy_dtype))
+        assert half is not None
+        parts.append(CopyingAdamW(by_copying, optim, half))
     splits = find_splits(model) if by_muon else {}
     for part in by_muon.values():
         parts.append(Muon(part, optim.lr, splits))
@@ -172,72 +263,6 @@ def allocate_moments(optimizers: Optimizers) -> None:
                 for name in names:
                     state[name] = torch.zeros_like(p)
                 part.state[p] = state
-
-
-def choose_copy_dtype(backend: str, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
-    """`dtype` if Triton multiplies experts' weights in it and copies of them help, else None."""
-    if dtype == torch.float32:
-        return None
-    return dtype if choose_backend(backend, device, dtype) == "triton" else None
-
-
-class CopyingAdamW(torch.optim.Optimizer):
-    """AdamW whose kernel also writes each weight to a half-precision copy.
-
-    Parameters, gradients and moments are contiguous and in fp32. Gradients are divided by
-    `grad_scale`, and nothing changes where `found_inf` is 1.
-    """
-
-    grad_scale: Tensor
-    found_inf: Tensor
-
-    def __init__(
-        self,
-        groups: list[Group],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        dtype: torch.dtype,
-    ) -> None:
-        # `fused`: loading a checkpoint then keeps step counts on the device
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": True})
-        self.copies: dict[Tensor, Tensor] = {}
-        self.versions: dict[Tensor, int] = {}  # version of each weight when it was last copied
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.copies[p] = torch.empty_like(p, dtype=dtype)
-
-    def valid_copies(self) -> dict[Tensor, Tensor]:
-        """{weight: copy}, if nothing else has changed the weight: no loading, no exchange."""
-        return {p: copy for p, copy in self.copies.items() if self.versions.get(p) == p._version}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]  # no loss is returned
-        """Take a step with the gradients in place. There is no `closure`."""
-        counts = [self.state[p]["step"] for p in self.copies]
-        torch._foreach_add_(counts, [1 - self.found_inf] * len(counts))
-        for group in self.param_groups:
-            for p in group["params"]:
-                self._step_parameter(p, group)
-
-    def _step_parameter(self, p: Tensor, group: Group) -> None:
-        assert p.grad is not None and triton_adamw, "for devices where Triton can run"
-        state = self.state[p]
-        triton_adamw.adamw_step(
-            p,
-            p.grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            self.copies[p],
-            state["step"],
-            self.grad_scale,
-            self.found_inf,
-            group["lr"],
-            group["betas"],
-            group["eps"],
-            group["weight_decay"],
-        )
-        self.versions[p] = p._version
 
 
 def is_for_muon(optim: Optim, name: str, dim: int) -> bool:

@@ -59,8 +59,8 @@ class Compute(NamedTuple):
 
     @property
     def shares_casts(self) -> bool:
-        """True if a step's passes share one cast of all experts' weights."""
-        return not self.sharded and not self.checkpointing
+        """True if a step's passes share one cast of all experts' weights (`HalfCopies`)."""
+        return self.dtype != torch.float32 and not self.sharded and not self.checkpointing
 
 
 def holds_weights(parallel: str, accumulates: bool) -> bool:
@@ -296,7 +296,7 @@ def compile_blocks(model: GPT) -> None:
     # backward pass to half precision. Eager mode does not.
     torch._functorch.config.backward_pass_autocast = "off"
     # Beyond the default of 8 dynamo leaves blocks eager. Two kinds of blocks, with gradients and
-    # without, under `cast_once` or not, and the last, smaller batch of an evaluation need more.
+    # without, with `HalfCopies` or not, and the last, smaller batch of an evaluation need more.
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     for block in model.blocks:
         block.compile()

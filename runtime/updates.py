@@ -5,14 +5,17 @@ cannot continue is halted, which skips every later step until the host next read
 then finds weights, moments and numbers as they were when the run was halted.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from configure import Config
 from runtime.optimizers import Optimizers
-from runtime.parallel import find_mesh, full_tensor
+from runtime.parallel import find_mesh, full_tensor, local_part
 
 FIRST_SCALE = 65536.0  # the first scale of torch's GradScaler
 MIN_SCALE = 1.0  # repeated halving would underflow the scale to 0 and make the weights NaN
@@ -214,3 +217,67 @@ def is_spike(losses: Tensor, count: Tensor, loss: Tensor) -> tuple[Tensor, Tenso
     standard_deviation = (deviations.square().sum() / (n - 1)).sqrt()
     is_high = loss > mean + SPIKE_SIGMA * standard_deviation
     return (count >= WINDOW // 2) & is_high, mean
+
+
+class WeightAverage:
+    """The running mean of weights (train.ema_decay), without bias from the initial ones.
+
+    After n taken steps it is (1 - decay) Σ decay^(n - i) w_i / (1 - decay^n), a mean of the weights
+    w_1 to w_n after these steps, corrected like Adam's moments. (In torch's AveragedModel w_1 would
+    keep the part decay^(n - 1).) It has parameters and buffers and is in fp32 on their device.
+    Under FSDP2 each rank holds the mean of its own shards. Tables of hash layers are constants.
+
+    Attributes:
+        tensors: {name in model.state_dict(): mean}; a checkpoint holds them. Before the first step
+            they are the initial weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        """Start with the weights that `model`, on its device and sharded, has now."""
+        self.model = model
+        self.decay = decay
+        # An optimizer step changes these in place. Under FSDP2 they are the sharded parameters only
+        # outside of passes.
+        self.weights = dict(model.named_parameters()) | dict(model.named_buffers())
+        self.tensors = {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's shard of each mean, and of its weight."""
+        for name, mean in self.tensors.items():
+            if mean.is_floating_point():
+                yield local_part(mean), local_part(self.weights[name].detach())
+
+    @torch.no_grad()
+    def update(self, taken: Tensor, n_taken: Tensor) -> None:
+        """Move the mean towards the weights, if the step was taken; the host does not wait.
+
+        Args:
+            taken: () bool on the device, True if the last step was taken.
+            n_taken: () float64 on the device, steps taken so far, with this one.
+        """
+        # 1 at the first step, which replaces the initial weights
+        fraction = torch.full_like(n_taken, 1 - self.decay)
+        fraction = fraction / (1 - self.decay ** n_taken.clamp_min(1))
+        fraction = (fraction * taken).float()
+        for mean, weight in self._pairs():
+            mean.lerp_(weight, fraction)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Exchange weights and mean in place for this context: the model computes with the mean."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                # the root keeps what it gathered for an evaluation, which would hide the exchange
+                module.reshard()
+        for mean, weight in self._pairs():
+            old_weight = weight.clone()
+            weight.copy_(mean)
+            mean.copy_(old_weight)

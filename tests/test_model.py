@@ -22,6 +22,7 @@ from hf.formats import FORMATS
 from model import GPT
 from router import EPS, ROUTERS
 from runtime.memory import count_parameters, flops_per_token, parameter_shapes
+from runtime.optimizers import HalfCopies
 
 B, T, V = 3, 12, 40
 SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}
@@ -357,7 +358,9 @@ def test_passes_share_a_cast_of_the_experts():
         ]
 
     apart_casts, apart = run()
-    with model.cast_once(torch.bfloat16):
+    half = HalfCopies([block.mlp.experts for block in model.blocks], torch.bfloat16, "torch")
+    half.refresh()
+    with half.in_passes():
         casts, together = run()
         with torch.no_grad():
             model.blocks[0].mlp.experts.w_in.mul_(2)

@@ -20,8 +20,9 @@ from numerics import SEED, assert_near, tolerance
 from runs import ALONE, REPO_ROOT, assert_same_columns, column, run, run_with_margin, steps, untimed
 from tqdm import tqdm
 
+import balance
 import train
-from balance import Stats
+from balance import SelectionBias, Stats
 from configure.schema import Optim, Train
 from data.bins import open_tokens
 from data.loader import Loader, fixed_windows, windows
@@ -193,9 +194,9 @@ def test_quantile_balancing_of_a_step(tiny, own, monkeypatch):
     """Each token counts once, those of evaluations not at all; β is the quantile by sorting, to the
     width of a bin.
     """
-    counted, solve = [], train_state.solve_selection_bias
+    counted, solve = [], balance.solve_selection_bias
     monkeypatch.setattr(
-        train_state, "solve_selection_bias", lambda *args: counted.append(args[1]) or solve(*args)
+        balance, "solve_selection_bias", lambda *args: counted.append(args[1]) or solve(*args)
     )
     config = tiny(
         *QUANTILE,
@@ -226,10 +227,9 @@ def test_quantile_balancing_of_a_step(tiny, own, monkeypatch):
     assert column(lines, "router/bias_moved") == pytest.approx([np.mean(found)])
     router, counts = trained.blocks[1].mlp.router, counted[0][None]
     bias = router.selection_bias.clone()
-    selection_bias = train_state.SelectionBias([trained.blocks[1].mlp], config.train)
-    stats = SimpleNamespace(loads=counts, margins=counts)
+    selection_bias = SelectionBias([router], "quantile", 0.0)
     for taken in (False, True):
-        selection_bias.update(stats, torch.tensor(taken))
+        selection_bias.update(counts, counts, torch.tensor(taken))
         assert torch.equal(router.selection_bias, bias) != taken
         assert (selection_bias.moved > 0).item() == taken
 

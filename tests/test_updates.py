@@ -22,15 +22,14 @@ from model import GPT
 from runtime import RunError, checkpoint, folder
 from runtime.optimizers import (
     NEWTON_SCHULZ,
+    HalfCopies,
     Muon,
     Optimizers,
     allocate_moments,
     build_optimizer,
-    choose_copy_dtype,
 )
 from runtime.runs import Run
-from runtime.state import WeightAverage
-from runtime.updates import BAD_LOSS, WINDOW, Updates
+from runtime.updates import BAD_LOSS, WINDOW, Updates, WeightAverage
 
 # ---- against torch in float64
 SMALL = Model(
@@ -91,8 +90,9 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
     model, exact, ratios, adamw = build_twins(optim)
     mine = dict(model.named_parameters())
     experts = [p for name, p in mine.items() if "experts" in name] if copied else []
-    copy_dtype = copied and choose_copy_dtype("triton", torch.device("cpu"), copied)
-    optimizer = build_optimizer(model, optim, copy_dtype)
+    layers = [block.mlp.experts for block in model.blocks] if copied else []
+    half = HalfCopies(layers, copied, "triton")
+    optimizer = build_optimizer(model, optim, half)
     updates = Updates(optimizer, Config(optim=optim), scaled)
     taken, healthy, scale = 0, 0, 65536.0 if scaled else 1.0
     generator = seeded(1)
@@ -126,14 +126,21 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
         for name, p in mine.items():
             assert_near(p, exact[name].float(), limit, name)
             assert_same_state(optimizer.state[p], adamw.state[exact[name]], taken, limit, name)
-        copies = optimizer.valid_copies()
-        assert [*copies] == experts
-        assert all(torch.equal(copy, p.to(copied)) for p, copy in copies.items())
+        assert [*half.copies] == experts and all(map(half.is_valid, experts))
+        assert all(torch.equal(copy, p.to(copied)) for p, copy in half.copies.items())
     assert not scaled or scale != 65536
     with torch.no_grad():
         for p in experts[:1]:
             p.mul_(2)  # as loading a checkpoint changes weights
-    assert [*optimizer.valid_copies()] == experts[1:]
+    assert [p for p in experts if half.is_valid(p)] == experts[1:]
+    addresses = [copy.data_ptr() for copy in half.copies.values()]
+    with half.in_passes():
+        for experts_of_layer in layers:
+            weights = (experts_of_layer.w_in, experts_of_layer.w_out)
+            for weight, copy in zip(weights, experts_of_layer.copies, strict=True):
+                assert torch.equal(copy, weight.to(copied))
+    assert not any(experts_of_layer.copies for experts_of_layer in layers)
+    assert [copy.data_ptr() for copy in half.copies.values()] == addresses
 
 
 def test_run_with_copies_resumes_to_the_bit(tiny, monkeypatch):

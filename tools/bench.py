@@ -130,7 +130,7 @@ class Step(NamedTuple):
         stats, _ = forward_backward(self.state, self.batches, 1, self.config.train)
         taken = self.state.updates.step(0, 0.0, stats.loss)
         self.state.zero_grad()
-        self.state.selection_bias.update(stats, taken)
+        self.state.selection_bias.update(stats.loads, stats.margins, taken)
 
 
 def build_step(config: Config, device: torch.device, folder: Path, pool: Any = None) -> Step:
