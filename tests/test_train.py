@@ -32,7 +32,6 @@ from eval.trained import load_model
 from hf.export import export
 from model import GPT, Output
 from runtime import RunError, cadence, checkpoint, distributed, reporter
-from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.memory import flops_per_token
@@ -260,7 +259,7 @@ def test_learning_rate_by_hand():
         0.325,
         0.1,
     ]
-    assert rates(100, (59, 60, 70, 100), **wsd, decay="sqrt", min_lr_ratio=0.0) == [1, 1, 0.5, 0]
+    assert rates(100, (59, 60, 70, 100), **wsd, min_lr_ratio=0.0) == [1, 1, 0.75, 0]
     # no decay
     assert rates(9, (0, 8, 9), schedule="wsd", warmup_steps=0, decay_fraction=0.0) == [1, 1, 1]
     for start in range(100):  # also where 100 times the fraction is a little below a whole number
