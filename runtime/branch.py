@@ -16,7 +16,6 @@ from configure.schema import select_keys
 from runtime import RunError, checkpoint, describe_write_errors
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, refused_changes
-from runtime.metrics import last_step_of, list_arrays, read_metrics
 
 
 class Branch(NamedTuple):
@@ -24,7 +23,6 @@ class Branch(NamedTuple):
 
     trunk: RunFolder
     step: int
-    dtype: str  # train.dtype of the trunk
 
     def read_metadata(self, ranks: Ranks) -> dict[str, Any]:
         """The metadata of the trunk's checkpoint, without its wandb run.
@@ -45,16 +43,13 @@ class Branch(NamedTuple):
 
         Raises RunError if it cannot write.
         """
-        source = self.trunk.path / "metrics.jsonl"
-        arrays = own / "arrays"
-        lines = [line for line in read_metrics(source) if line["step"] <= self.step]
+        arrays = self.trunk.path / "arrays"
+        lines = [line for line in self.trunk.metrics if line["step"] <= self.step]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         with describe_write_errors(own):
-            shutil.rmtree(arrays, ignore_errors=True)  # left by a start without a checkpoint
-            arrays.mkdir()
-            for file in list_arrays(source):
-                if last_step_of(file) <= self.step:  # a file ends at each checkpoint
-                    write_atomic(arrays / file.name, file.read_bytes())
+            shutil.rmtree(own / "arrays", ignore_errors=True)  # of a start without a checkpoint
+            if arrays.is_dir():  # a file ends at each checkpoint; `Metrics` removes later ones
+                shutil.copytree(arrays, own / "arrays")
             write_atomic(own / "metrics.jsonl", text, durable=True)
 
 
@@ -98,7 +93,7 @@ def find_branch(config: Config) -> Branch | None:
             f"step {decay_start}, where the trunk's own begins. Its steps: {steps}. Set "
             f"--train.branch_step to one of them, or train a trunk with --train.keep_steps={step}"
         )
-    return Branch(trunk, step, recorded.train.dtype)
+    return Branch(trunk, step)
 
 
 def check_length(run: RunFolder, config: Config) -> None:

@@ -60,14 +60,3 @@ def format_manifest(body: dict[str, Any]) -> str:
     """The text of a manifest with its own checksum."""
     digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps({"sha256": digest, "body": body}, indent=1) + "\n"
-
-
-def read_newest_metadata(folder: Path) -> dict[str, Any]:
-    """The metadata of the newest checkpoint in `folder`; {} if there is none or it is damaged."""
-    saved = steps(folder)
-    if not saved:
-        return {}
-    try:
-        return read_manifest(folder_of(folder, saved[-1]))["facts"]
-    except DamagedError:
-        return {}

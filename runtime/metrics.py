@@ -11,7 +11,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,19 +99,16 @@ class Metrics:
 
         Tensors are copied to the host; arrays of ARRAYS wait for an evaluation, `sync` or `close`.
         """
-        numbers: Line = {"step": step, "tokens": tokens}
+        line: Line = {"step": step, "tokens": tokens}
         arrays: Line = {}
         for name, value in values.items():
             host_value = value if isinstance(value, int | float) else value.tolist()
             if name in ARRAYS:
                 arrays[name] = host_value
+                self.pending_arrays[prefix_of(name)].setdefault(step, {})[name] = host_value
             else:
-                numbers[name] = host_value
-        self.pending_lines += json.dumps(numbers).encode() + b"\n"
-        for prefix, rows in self.pending_arrays.items():
-            own = {name: array for name, array in arrays.items() if prefix_of(name) == prefix}
-            if own:
-                rows[step] = own
+                line[name] = host_value
+        self.pending_lines += json.dumps(line).encode() + b"\n"
         try:
             # Arrays come before the line, which says that this evaluation is done.
             self._write(arrays=bool(self.pending_arrays["val"]))
@@ -119,7 +116,7 @@ class Metrics:
             if not self.failing:
                 tqdm.write(f"warning: {error}")
             self.failing = True
-        self._call_tracker("log", numbers | arrays)
+        self._call_tracker("log", line | arrays)
 
     def sync(self) -> None:
         """Make every line and array so far survive a power failure; RunError if that fails."""
@@ -159,11 +156,10 @@ class Metrics:
 
     def _write_arrays(self, prefix: str, rows: dict[int, Line]) -> None:
         """Write the arrays of some steps to one file; RunError if that fails."""
-        columns: dict[str, list] = {"step": list(rows)}
-        for name in sorted({name for row in rows.values() for name in row}):
-            columns[name] = [row[name] for row in rows.values()]
+        arrays = {"step": np.array(list(rows))}
+        for name in next(iter(rows.values())):  # all have the same
+            arrays[name] = np.array([row[name] for row in rows.values()])
         data = io.BytesIO()
-        arrays = {name: np.array(column) for name, column in columns.items()}
         np.savez_compressed(data, allow_pickle=False, **arrays)
         file = self.arrays / f"{prefix}_{max(rows):08}.npz"
         with describe_write_errors(file):
@@ -226,7 +222,7 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[Line]:
     return lines
 
 
-def add_arrays(path: Path, lines: Iterable[Line], names: Sequence[str]) -> None:
+def add_arrays(path: Path, lines: Sequence[Line], names: Sequence[str]) -> None:
     """Add arrays, as lists, to the lines that they were logged with; older runs have them there.
 
     Args:
@@ -236,16 +232,14 @@ def add_arrays(path: Path, lines: Iterable[Line], names: Sequence[str]) -> None:
 
     Raises RunError if a file of arrays is damaged.
     """
-    rows: dict[tuple[str, int], Line] = {}  # {(name of the line's loss, step): {name: array}}
-    for prefix in {prefix_of(name) for name in names}:
-        loss = "val/loss" if prefix == "val" else "train/loss"
-        for file in list_arrays(path, prefix):
-            for step, row in load_arrays(file, names).items():
-                rows[loss, step] = row
-    for line in lines:
-        for loss in ("val/loss", "train/loss"):
+    for prefix, loss in (("val", "val/loss"), ("router", "train/loss")):
+        own_names = [name for name in names if prefix_of(name) == prefix]
+        rows: dict[int, Line] = {}  # {step: {name: array}}
+        for file in list_arrays(path, prefix) if own_names else ():
+            rows |= load_arrays(file, own_names)
+        for line in lines:
             if loss in line:
-                line |= rows.get((loss, line["step"]), {})
+                line |= rows.get(line["step"], {})
 
 
 def _parse_line(text: bytes) -> Line | None:

@@ -120,7 +120,9 @@ def plan_run(
 
     data = open_data(config)
     device = distributed.pick_device(config.train.device)
-    dtype_name = branch.dtype if branch and config.train.dtype == "auto" else config.train.dtype
+    dtype_name = config.train.dtype
+    if branch and dtype_name == "auto":
+        dtype_name = branch.trunk.config.train.dtype
     dtype = distributed.pick_dtype(dtype_name, device, config.model.router)
     try:
         choose_backend(config.model.backend, device, dtype)

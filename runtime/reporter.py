@@ -214,17 +214,12 @@ def format_millions(count: int) -> str:
 
 
 def describe_scores(values: dict[str, Any]) -> str:
-    """Scores among the values of an evaluation: `sciq acc 0.2500, 1.4142 bits/byte; …`."""
-    tasks: dict[str, list[str]] = {}
+    """Scores among the values of an evaluation: `sciq/acc 0.2500, sciq/bits_per_byte 1.4142`."""
+    scores = []
     for name, value in values.items():
-        if not name.startswith("tasks/"):
-            continue
-        _, task, metric = name.split("/", 2)
-        if metric == "acc":
-            tasks.setdefault(task, []).append(f"acc {value:.4f}")
-        elif metric == "bits_per_byte":
-            tasks.setdefault(task, []).append(f"{value:.4f} bits/byte")
-    return "; ".join(f"{task} {', '.join(scores)}" for task, scores in tasks.items())
+        if name.startswith("tasks/") and name.endswith(("/acc", "/bits_per_byte")):
+            scores.append(f"{name.removeprefix('tasks/')} {value:.4f}")
+    return ", ".join(scores)
 
 
 def describe_plan(plan: Plan, ranks: Ranks, step: int, total: int, active: int) -> list[str]:

@@ -22,8 +22,8 @@ from common.text import escape_controls
 from configure import Config
 from configure.schema import KEYS, Mix, has_effect
 from runtime import FAILURE_FILE, check_is_run
-from runtime.manifest import MANIFEST, DamagedError, folder_of, read_manifest, steps
-from runtime.metrics import VALIDATION_ARRAYS, Line, add_arrays, list_arrays, read_metrics
+from runtime.manifest import DamagedError, folder_of, read_manifest, steps
+from runtime.metrics import VALIDATION_ARRAYS, Line, add_arrays, read_metrics
 from runtime.settings import check_model_settings
 
 SILENT = 300  # seconds without a line of metrics that are trouble of a running run; not measured
@@ -154,27 +154,20 @@ class Run:
     @cached_property
     def evaluations(self) -> dict[int, Line]:
         """{step: line with a finite validation loss}, with its arrays."""
-        lines = {}
-        for line in self.metrics:
-            if math.isfinite(line.get("val/loss", math.nan)):
-                lines[line["step"]] = line
-        add_arrays(self.path / "metrics.jsonl", lines.values(), VALIDATION_ARRAYS)
-        for line in lines.values():
+        lines = [line for line in self.metrics if math.isfinite(line.get("val/loss", math.nan))]
+        add_arrays(self.path / "metrics.jsonl", lines, VALIDATION_ARRAYS)
+        for line in lines:
             if "val/window_weights" in line:  # a mixture: the mean of weighted losses is val/loss
                 line["val/window_losses"] = np.multiply(
                     line["val/window_losses"], line["val/window_weights"]
                 )
-        return lines
-
-    @property
-    def logs(self) -> list[Line]:
-        """The lines with a training loss."""
-        return [line for line in self.metrics if "train/loss" in line]
+        return {line["step"]: line for line in lines}
 
     @property
     def lines(self) -> list[Line]:
-        """Every line that has a loss: evaluations, then logs."""
-        return [*self.evaluations.values(), *self.logs]
+        """Every line that has a loss: evaluations, then those of training."""
+        logs = [line for line in self.metrics if "train/loss" in line]
+        return [*self.evaluations.values(), *logs]
 
     @cached_property
     def diverged(self) -> int | None:
@@ -325,7 +318,7 @@ class Reading(NamedTuple):
     left_out: list[str]
 
 
-_runs_read: dict[Path, tuple[tuple, Run]] = {}  # the files of each run when it was last read
+_last_read: dict[Path, tuple[list, Run]] = {}  # {folder: its files then, its run}
 
 
 def read_runs(places: Iterable[Path]) -> Reading:
@@ -333,35 +326,34 @@ def read_runs(places: Iterable[Path]) -> Reading:
 
     A run whose files have not changed since the last call is not read again; its status is.
     """
-    found = Reading([], [])
+    reading = Reading([], [])
     for path in list_candidates(places):
-        run = Run(path)
         try:
-            files = describe_files(run)
-            known_files, known_run = _runs_read.get(path, ((), run))
-            if files == known_files:
-                run = known_run
+            files = list_changes(path)
+            files_then, run = _last_read.get(path, ([], Run(path)))
+            if files != files_then:
+                run = Run(path)
             run.read()  # also of a known one: its lock changes without its files
-            _runs_read[path] = files, run
-            found.runs.append(run)
+            _last_read[path] = files, run
+            reading.runs.append(run)
         except Exception as error:  # whatever is wrong in one folder, the others are read
             reason = " ".join(str(error).split()) or type(error).__name__
             reason = reason.removeprefix(f"{path}: ")
-            found.left_out.append(escape_controls(f"left out: {path}: {reason}"))
-    return found
+            reading.left_out.append(escape_controls(f"left out: {path}: {reason}"))
+    return reading
 
 
-def describe_files(run: Run) -> tuple[tuple[Path, int, int], ...]:
-    """Path, time of the last change and size of each file that `Run.read` reads."""
-    metrics = run.path / "metrics.jsonl"
-    files = [run.path / "config.toml", metrics, *list_arrays(metrics)]
-    files += [folder_of(run.checkpoint_folder, step) / MANIFEST for step in run.checkpoints]
-    states = []
-    for file in files:
-        if file.exists():
-            state = file.stat()
-            states.append((file, state.st_mtime_ns, state.st_size))
-    return tuple(states)
+def list_changes(path: Path) -> list[tuple[str, int, int]]:
+    """Name, time of the last change and size of what `Run.read` reads, if it exists.
+
+    The time of a folder is that at which a file in it was written anew, renamed or removed.
+    """
+    changes = []
+    for name in ("config.toml", "metrics.jsonl", "arrays", "checkpoints"):
+        if (path / name).exists():
+            state = (path / name).stat()
+            changes.append((name, state.st_mtime_ns, state.st_size))
+    return changes
 
 
 def list_candidates(places: Iterable[Path]) -> list[Path]:
