@@ -33,8 +33,9 @@ def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> 
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # which a full disk does not name
         raise
     if durable:
         sync_folder(path.parent)

@@ -7,19 +7,23 @@
     python -m scripts.report runs/kern_after-* --baseline kern-nogamma
                                                                    loss minus that router's
     python -m scripts.report runs/norm-* --over model.gate_norm    a curve per router over that key
+    python -m scripts.report runs --follow                         while they train, until Ctrl-C
 
-Writes report.html, a page with its pictures in it, and prints its tables. Runs of one corpus, size
-and schedule are one setting, with tables of its own. Differences are paired by seed; a verdict
-needs three seeds. Needs requirements-report.txt.
+Writes report.html, a page with its pictures in it, and prints its tables. With --follow the page is
+written again and again and reloads itself: open the file, or on a remote machine serve its folder
+by `python -m http.server`. Runs of one corpus, size and schedule are one setting, with tables of
+its own. Differences are paired by seed; a verdict needs three seeds. Needs requirements-report.txt.
 """
 
+import math
 import os
 import sys
-from argparse import ArgumentParser
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.command import build_parser, command, require_packages, run_command
+from common.command import build_parser, command, describe_error, require_packages, run_command
 from common.files import write_atomic
 from report.overview import build_overview
 from runtime.runs import find_runs
@@ -28,40 +32,63 @@ from runtime.runs import find_runs
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the report and print its tables."""
-    parser = make_report_parser("scripts.report", __doc__)
-    parser.add_argument(
-        "--out", type=Path, help="folder; its report is replaced (default: report-NAME by the runs)"
-    )
-    args = parser.parse_args(argv)
+    args = build_report_parser().parse_args(argv)
     if args.out and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out}: a file, not a folder; name another")
-    require_packages("jinja2", "matplotlib", "scipy")
-    from report.page import build_sections, format_page, read_report
+    require_packages("jinja2", "matplotlib", "pandas", "scipy")
+    origin = ["scripts.report", *map(str, sys.argv[1:] if argv is None else argv)]
+    if args.follow:
+        follow_runs(args, origin)
+    else:
+        print(write_report(args, origin))
+
+
+def write_report(args: Namespace, origin: Sequence[str]) -> str:
+    """Write the page of the runs as they are now; the text has its tables and its place."""
+    from report.page import build_section, format_page, read_report
 
     report = read_report(args)
+    sections = [build_section(report, group) for group in report.groups]
     out = args.out or name_folder(find_runs(args.runs))
     out.mkdir(parents=True, exist_ok=True)
-    command = ["scripts.report", *map(str, sys.argv[1:] if argv is None else argv)]
-    sections = build_sections(report, {}).values()
-    write_atomic(out / "report.html", format_page(report, sections, command))
-    print(f"{build_overview(report.runs, report.baseline).to_text()}\n")
-    for note in report.notes:
-        print(f"{note}.")
+    page = format_page(report, sections, origin, args.every if args.follow else 0)
+    write_atomic(out / "report.html", page)
+    lines = [f"{build_overview(report.runs, report.baseline).to_text()}\n"]
+    lines += [f"{note}." for note in report.notes]
     for section in sections:
-        print(section.title)
-        for table in section.tables:
-            print(f"{table.to_text()}\n")
-    print(f"report: {out}/report.html")
+        lines.append(section.title)
+        lines += [f"{table.to_text()}\n" for table in section.tables]
+    return "\n".join([*lines, f"report: {out}/report.html"])
 
 
-def make_report_parser(module: str, doc: str | None) -> ArgumentParser:
-    """A parser of `python -m MODULE` for the runs of a report and how they are compared."""
-    parser = build_parser(module, doc)
+def follow_runs(args: Namespace, origin: Sequence[str]) -> None:
+    """Write the page again every `args.every` seconds; prints what is wrong, or where the page is.
+
+    Nothing that is wrong with the runs or the disk ends it: both change.
+    """
+    printed = ""
+    while True:
+        try:
+            said = write_report(args, origin).splitlines()[-1]
+        except (ValueError, OSError) as error:
+            said = f"warning: {describe_error(error)}"
+        if said != printed:
+            print(said, flush=True)
+        printed = said
+        time.sleep(args.every)
+
+
+def build_report_parser() -> ArgumentParser:
+    """The parser of the command."""
+    parser = build_parser("scripts.report", __doc__)
     parser.add_argument(
         "runs",
         nargs="+",
         type=Path,
         help="folders of runs, such as runs/quickstart-*, or above them",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder; its report is replaced (default: report-NAME by the runs)"
     )
     parser.add_argument(
         "--baseline", default="kern", help="router, or label of an arm, to subtract (%(default)s)"
@@ -73,9 +100,21 @@ def make_report_parser(module: str, doc: str | None) -> ArgumentParser:
         "--over", metavar="KEY", help="loss against this key, such as optim.lr, instead of steps"
     )
     parser.add_argument(
-        "--margin", type=float, default=0.0, help="nats: pairs within it are equivalent"
+        "--margin", type=parse_number, default=0.0, help="nats: pairs within it are equivalent"
+    )
+    parser.add_argument("--follow", action="store_true", help="write it again until Ctrl-C")
+    parser.add_argument(
+        "--every", type=parse_number, default=30, help="seconds, with --follow (%(default)s)"
     )
     return parser
+
+
+def parse_number(text: str) -> float:
+    """Parse a finite number of 0 or more."""
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise ArgumentTypeError(f"{text}: expected 0 or more")
+    return number
 
 
 def name_folder(folders: Sequence[Path]) -> Path:

@@ -1,20 +1,17 @@
-"""Differences between two variants' losses, their intervals by Student's t, and verdicts.
+"""What eval and track still use of the comparisons before report/compare.py; leaves with them.
 
 All pairs of a group are one family (`judge_family`), in one table. page.html explains the verdicts
 to readers of a report. Needs scipy.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
-from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
 from common.text import plural
-from report.groups import Group, Variant
 
 CONFIDENCE = 0.95
 MIN_SEEDS = 3  # two seeds have one degree of freedom: the quantile of t is 12.7
@@ -177,107 +174,3 @@ def judge_family(differences: Sequence[Difference], margin: float = 0.0) -> list
             verdict = f"{UNDECIDED} ({plural(difference.seeds, 'seed')})"
         judged.append(replace(difference, verdict=verdict, p=p))
     return judged
-
-
-class Comparison(NamedTuple):
-    """The difference of two variants, left minus right, with its verdict."""
-
-    left: Variant
-    right: Variant
-    difference: Difference
-
-
-def measure_difference(
-    group: Group,
-    left: Variant,
-    right: Variant,
-    at: Any = None,
-) -> Difference | None:
-    """Mean over values of the key of `left`'s loss minus `right`'s.
-
-    It pairs the seeds that both have at every value at which they share one; None without any.
-
-    Args:
-        group: has both variants.
-        left: first variant.
-        right: second variant.
-        at: a single value of the key, or without a key a step; None: the losses that are compared.
-    """
-    pairs = []  # {seed: evaluation} of both, for each value of the key
-    for end in group.ends_of(left) if at is None else [at]:
-        lefts = group.evaluations_at(left, end)
-        rights = group.evaluations_at(right, end)
-        if not lefts.keys().isdisjoint(rights):
-            pairs.append((lefts, rights))
-    common_seeds = [lefts.keys() & rights.keys() for lefts, rights in pairs]
-    seeds = sorted(set().union(*common_seeds).intersection(*common_seeds))
-    if not seeds:
-        return None
-    losses = np.zeros((len(pairs), len(seeds)))
-    windows = []
-    documents = None
-    for (i, (lefts, rights)), (j, seed) in product(enumerate(pairs), enumerate(seeds)):
-        first = lefts[seed]
-        second = rights[seed]
-        losses[i, j] = first["val/loss"] - second["val/loss"]
-        if "val/window_losses" in first and "val/window_losses" in second:
-            windows.append(np.subtract(first["val/window_losses"], second["val/window_losses"]))
-            documents = first.get("val/window_documents")
-    every_run_has_windows = len(windows) == losses.size
-    mean_windows = np.mean(windows, axis=0) if every_run_has_windows else None
-    return estimate_difference(losses.mean(axis=0), mean_windows, documents)
-
-
-def find_pairs(group: Group, baseline: str) -> list[tuple[Variant, Variant]]:
-    """Variants to compare: of one router with one other option, of two routers with similar ones.
-
-    The baseline, a router or a variant's label, is the second of its pairs. If it is a variant, it
-    is compared with all others.
-    """
-    pairs = []
-    last_routers = set()  # second in pairs with others, so that no pair of routers flips
-    for variant in group.variants:
-        if baseline in (variant.router, variant.label):
-            last_routers.add(variant.router)
-    # reversed, because routers that a user added come first in a pair
-    for left, right in combinations(reversed(group.variants), 2):
-        has_baseline = baseline in (left.label, right.label)
-        is_baseline_router = left.router in last_routers and right.router not in last_routers
-        if left.label == baseline or is_baseline_router:
-            left, right = right, left
-        if has_baseline or is_natural_pair(group, left, right):
-            pairs.append((left, right))
-    return pairs
-
-
-def is_natural_pair(group: Group, left: Variant, right: Variant) -> bool:
-    """True if two variants differ in one option alone, or are counterparts of two routers."""
-    if left.router != right.router:
-        if left in group.find_counterparts(right, left.router):
-            return True
-        return right in group.find_counterparts(left, right.router)
-    n_differing = sum(left.options[key] != right.options[key] for key in left.options)
-    return n_differing == 1
-
-
-def judge_pairs(
-    group: Group, pairs: Iterable[tuple[Variant, Variant]], margin: float = 0.0
-) -> list[Comparison]:
-    """Compare pairs at the end, as one family; pairs without a common seed are left out."""
-    compared = []
-    for left, right in pairs:
-        difference = measure_difference(group, left, right)
-        if difference is not None:
-            compared.append(Comparison(left, right, difference))
-    judged = judge_family([pair.difference for pair in compared], margin)
-    return [
-        pair._replace(difference=difference)
-        for pair, difference in zip(compared, judged, strict=True)
-    ]
-
-
-def compare_group(group: Group, baseline: str = "kern", margin: float = 0.0) -> list[Comparison]:
-    """Every pair of a group at the end. Nothing is compared before training."""
-    if group.key is None and not any(group.steps):
-        return []
-    return judge_pairs(group, find_pairs(group, baseline), margin)

@@ -51,7 +51,9 @@ def format_tick(key: str | None, value: Any) -> str:
         return "own"
     if isinstance(value, bool):
         return "on" if value else "off"
-    return str(value) or "none" if isinstance(value, str) else f"{value:.12g}"
+    if isinstance(value, str):
+        return value or "none"
+    return f"{value:,}" if key is None else f"{value:.12g}"
 
 
 def name_unit(run: Run) -> str:

@@ -33,7 +33,7 @@ def build_overview(runs: Sequence[Run], baseline: str = "kern") -> Table:
     Notes mark the baseline and the lowest loss of a setting. Columns that are empty for every run
     are left out.
     """
-    table = Table(list(COLUMNS), title="Runs", is_open=True, important=IMPORTANT)
+    table = Table(list(COLUMNS), title="Runs", important=IMPORTANT)
     varying = find_varying(runs, KEYS_IN_ORDER)
     lowest: dict[tuple, Run] = {}  # {setting: the run with the lowest final loss}
     for run in sort_runs(runs):
@@ -49,7 +49,7 @@ def build_overview(runs: Sequence[Run], baseline: str = "kern") -> Table:
         row["settings"] = escape_controls(join_labels(dict.fromkeys(settings)))
         row["note"] = join_labels(notes) if len(runs) > 1 else ""
         table.rows.append(row)
-    table.drop_empty(COLUMNS)
+    table.columns = [name for name in COLUMNS if any(row.get(name) for row in table.rows)]
     return table
 
 

@@ -1,36 +1,31 @@
-"""The page of a report: page.html, filled in.
+"""The page of a report: page.html, filled in. It is one file that needs no other.
 
 Text in a cell may use **bold** and `code`. HTML in it, such as in the name of a folder, is escaped.
-The page is one file that needs no other, or a live page, whose pictures and script a server has.
 """
 
-import io
-import math
 import re
 import shlex
 import subprocess
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
 from jinja2 import Template
 from markupsafe import Markup, escape
 
 from common.text import plural
-from report import pictures, tables
-from report.blocks import Picture, Table
-from report.comparisons import MIN_SEEDS, compare_group
-from report.groups import Group, group_runs
-from report.labels import join_labels
+from report import tables
+from report.blocks import Table
+from report.compare import UNDECIDED, Verdict
+from report.frame import MIN_SEEDS, Comparison, Group, compare_group, group_runs
 from report.overview import build_overview, count_states
 from report.paper import build_paper_table, check_experiment
+from report.pictures import Picture, draw_group
 from runtime.runs import Run, format_time, read_runs
 
 TEMPLATE = Path(__file__).with_name("page.html")
-LONG = 15  # rows of a table, and notes, that are shown without being unfolded
 
 
 @dataclass
@@ -39,18 +34,8 @@ class Section:
 
     title: str
     text: str
-    loss_pictures: list[Picture]
+    pictures: list[Picture]
     tables: list[Table] = field(default_factory=list)
-    measure_pictures: list[Picture] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """Its name in the address of a link."""
-        return re.sub(r"\W+", "-", self.title).strip("-")
-
-    @property
-    def pictures(self) -> list[Picture]:
-        return self.loss_pictures + self.measure_pictures
 
 
 @dataclass
@@ -71,8 +56,6 @@ def read_report(args: Namespace) -> Report:
     Raises:
         ValueError: they are no runs, or cannot be compared, or an argument does not fit them.
     """
-    if not 0 <= args.margin < math.inf:
-        raise ValueError(f"--margin {args.margin:g}: expected 0 or more nats")
     runs, left_out = read_runs(args.runs)
     groups, notes = group_runs(runs, args.over)
     if not groups:
@@ -81,63 +64,47 @@ def read_report(args: Namespace) -> Report:
         raise ValueError(faults[-1].removeprefix("left out: ") + remedy)
     if args.experiment:
         check_experiment(args.experiment)
-    names = set()
-    for group in groups:
-        for variant in group.variants:
-            names |= {variant.router, variant.label}
+    names = {name for group in groups for v in group.runs for name in (v, group.router(v))}
     if args.baseline != "kern" and args.baseline not in names:
         raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
     return Report(runs, groups, notes + left_out, args.baseline, args.experiment, args.margin)
 
 
-def build_sections(report: Report, known: Mapping[tuple, Section]) -> dict[tuple, Section]:
-    """A section for each group, by its data. Those in `known` are not drawn again."""
-    sections = {}
-    for group in report.groups:
-        data: list = [group.label]
-        for run in group.shown_runs:
-            data += [run.path, run.status.state, *run.series("val/loss").items()]
-        key = tuple(data)
-        sections[key] = known.get(key) or build_section(report, group)
-    return sections
-
-
 def build_section(report: Report, group: Group) -> Section:
     """The section of a group."""
-    comparisons = compare_group(group, report.baseline, report.margin)
-    panels = pictures.list_loss_panels(group, report.baseline, comparisons)
-    loss_pictures = draw_pictures(panels, group.label)
-    section = Section(group.label or "Loss", tables.describe_group(group), loss_pictures)
-    if not group.variants:  # nothing is compared
-        return section
-    section.tables.append(tables.build_loss_table(group))
-    if report.experiment:
-        section.tables.append(build_paper_table(report.experiment, group.values))
-    xs = group.xs if group.key else ()
-    section.tables.append(tables.build_pairs_table(group, comparisons, xs))
-    section.tables.append(tables.build_measure_table(group))
+    pairs = compare_group(group, report.baseline, report.margin)
+    sentence = describe_verdicts(pairs, group, report.baseline)
+    section = Section(group.label or "Loss", tables.describe_group(group), [])
+    section.pictures = draw_group(group, report.baseline, sentence)
+    if group.runs:
+        section.tables = [tables.build_pairs_table(group, pairs), tables.build_loss_table(group)]
+        if report.experiment:
+            section.tables.append(build_paper_table(report.experiment, group.values))
+        section.tables.append(tables.build_measure_table(group))
     section.tables = [table for table in section.tables if table.rows]
-    panels = pictures.list_measure_panels(group, report.baseline)
-    section.measure_pictures = draw_pictures(panels, group.label)
     return section
 
 
-def draw_pictures(panels: Sequence[pictures.Panel], label: str) -> list[Picture]:
-    """The pictures of a group's panels."""
-    drawn = []
-    for panel in panels:
-        words = re.findall(r"[A-Za-z0-9._]+", join_labels([label, panel.title]))
-        output = io.BytesIO()
-        # the same bytes for the same data, and text as text
-        with matplotlib.rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):
-            pictures.draw_figure([panel]).savefig(output, format="svg", metadata={"Date": None})
-        file = f"{'-'.join(words)}.svg"
-        drawn.append(Picture(file, panel.title, panel.sentence, output.getvalue()))
-    return drawn
+def describe_verdicts(
+    pairs: Sequence[tuple[Comparison, Verdict]], group: Group, baseline: str
+) -> str:
+    """The variants whose loss is decided to differ from the baseline's, and how many are not."""
+    if not group.runs:
+        return "These runs are not compared yet."
+    decided = []
+    n_undecided = 0
+    for pair, verdict in sorted(pairs, key=lambda pair: pair[0].difference.mean):
+        if baseline in (pair.right, group.router(pair.right)):
+            if verdict.text == UNDECIDED:
+                n_undecided += 1
+            else:
+                decided.append(f"{pair.left} {verdict.text}")
+    names = ", ".join(decided) or "nothing"
+    return f"Against {baseline}: decided: {names}; undecided: {n_undecided}."
 
 
 def format_page(
-    report: Report, sections: Iterable[Section], command: Sequence[str], live: bool = False
+    report: Report, sections: Sequence[Section], command: Sequence[str], refresh: float = 0
 ) -> bytes:
     """The HTML of a report.
 
@@ -145,7 +112,7 @@ def format_page(
         report: what the page is of.
         sections: of its groups.
         command: the arguments of python that made the page.
-        live: a server has its pictures and its script.
+        refresh: seconds after which the page loads itself again; 0: never.
     """
     template = Template(TEMPLATE.read_text(), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = template.render(
@@ -154,9 +121,9 @@ def format_page(
         overview=build_overview(report.runs, report.baseline),
         sections=sections,
         origin=describe_origin(command),
-        live=live,
-        long=LONG,
+        refresh=refresh,
         min_seeds=MIN_SEEDS,
+        spread=tables.SPREAD,
         format_text=format_text,
         plural=plural,
     )
@@ -175,12 +142,8 @@ def format_text(text: str) -> Markup:
 
 def describe_origin(command: Sequence[str]) -> str:
     """The date, the commit of the code, and the command that makes the page."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=TEMPLATE.parent,
-        capture_output=True,
-        text=True,
-    )
+    git = ["git", "describe", "--always", "--dirty"]
+    described = subprocess.run(git, cwd=TEMPLATE.parent, capture_output=True, text=True)
     commit = described.stdout.strip() or "unknown"
     date = format_time(time.time())
     return f"{date}, commit {commit}: `python -m {shlex.join(command)}`"

@@ -1,118 +1,158 @@
-"""Pictures of a group: panels, each with a sentence that says what it shows.
+"""The pictures of a group: losses and what they are minus the baseline's, measures, loads."""
 
-A panel is as wide as a phone's screen, so its text is read there without a zoom.
-"""
+import base64
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-import math
-from collections.abc import Mapping, Sequence
-from functools import partial
-from textwrap import fill
-
-import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from report.chart import LINE_HEIGHT, Chart, Panel
-from report.comparisons import Comparison
-from report.groups import Group
-from report.labels import name_unit
-from report.lines import build_line, collect_differences, collect_means
-from report.style import NO_TOKEN
-from report.tables import find_measures, name_measure
+from report import plots
+from report.frame import Group
+from report.labels import format_tick, name_unit
+from report.tables import find_measures, list_rows
 
-WIDTH = 298  # points of a panel: on a phone it has 328 pixels, and text of TEXT_SIZE points 11
-TEXT_SIZE = 10  # points, matplotlib's own
+MAX_COLOURED = 6  # curves; of more those that do not lead are grey
 
 
-def draw_figure(panels: Sequence[Panel], columns: int = 1) -> Figure:
-    """A figure with these panels, all as high as the highest."""
-    n_rows = math.ceil(len(panels) / columns)
-    height = max(panel.height for panel in panels)
-    size = (columns * WIDTH / 72, n_rows * height / 72)
-    figure = Figure(size, dpi=144, layout="constrained")
-    parts = figure.subfigures(n_rows, columns, squeeze=False)
-    for panel, part in zip(panels, parts.flat, strict=False):
-        axes = part.add_subplot()
-        title = fill(panel.title, 46, replace_whitespace=False)
-        axes.set_title(f"{title}\n{panel.note}".strip(), loc="left", fontsize=TEXT_SIZE)
-        panel.draw(axes)
+class Picture(NamedTuple):
+    """An SVG file, and a sentence that says what it shows."""
+
+    svg: bytes
+    caption: str
+
+    @property
+    def address(self) -> str:
+        """The picture itself, as an address."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode()}"
+
+
+Styles = Mapping[str, dict[str, Any]]
+
+
+def draw_group(group: Group, baseline: str, sentence: str = "") -> list[Picture]:
+    """All pictures of a group; `sentence` has the verdicts."""
+    styles = choose_group_styles(group, baseline)
+    figures = {draw_losses(group, baseline): sentence}
+    measures = find_measures(group)
+    if measures:
+        figure, panels = plots.make_figure(len(measures), columns=3)
+        for axes, (name, (label, _)) in zip(panels, measures.items(), strict=True):
+            axes.set_title(label, loc="left")
+            plot_curves(axes, group, collect_curves(group, group.series(name)), styles)
+        plots.add_legend(figure)
+        figures[figure] = "Measures: mean and range over seeds."
+    loads = collect_loads(group)
+    if loads:
+        figures[draw_loads(loads)] = "Experts of each layer, the busiest first."
+    return [Picture(plots.to_svg(figure), caption) for figure, caption in figures.items()]
+
+
+def choose_group_styles(group: Group, baseline: str) -> Styles:
+    """The styles of the curves with a colour: all of few, else the baseline and the lowest losses.
+
+    They are the same in every picture of the group.
+    """
+    means = group.losses.loc[group.ends].T.groupby(level=0).mean().min(axis=1)
+
+    def rank(variant: str) -> tuple:
+        return baseline not in (variant, group.router(variant)), means[variant]
+
+    shown = {variant: group.first_run(variant) for variant in group.runs} | group.curves
+    if len(shown) > MAX_COLOURED and group.runs:
+        shown = {variant: group.first_run(variant) for variant in sorted(group.runs, key=rank)}
+    leading = list(shown)[:MAX_COLOURED]
+    styles = plots.choose_styles([shown[label].config.model.router for label in leading])
+    return dict(zip(leading, styles, strict=True))
+
+
+def draw_losses(group: Group, baseline: str) -> Figure:
+    """The validation loss, and minus the baseline's, over the key or over steps."""
+    styles = choose_group_styles(group, baseline)
+    losses = collect_curves(group, group.losses)
+    for label, run in group.curves.items():
+        losses[label] = plots.summarize_range(pd.DataFrame({0: run.series("val/loss")}))
+    differences, over = collect_differences(group, baseline)
+    figure, panels = plots.make_figure(2 if differences else 1)
+    panels[0].set_title(f"validation loss, {name_unit(group.shown[0])}; range of seeds", loc="left")
+    plot_curves(panels[0], group, losses, styles)
+    if differences:
+        panels[1].set_title(f"minus {baseline}'s, 95% over {over or 'nothing'}", loc="left")
+        plot_curves(panels[1], group, differences, styles, has_zero=True)
+    plots.add_legend(figure)
     return figure
 
 
-def list_measure_panels(group: Group, baseline: str) -> list[Panel]:
-    """The training loss, the measures besides val/loss, and the experts' loads."""
-    panels = []
-    for name in ("train/loss", *find_measures(group)):
-        lines = {variant: collect_means(group, variant, name) for variant in group.variants}
-        panels += Chart(group, baseline, name_measure(name), lines).list_panels()
-    return panels + list_load_panels(group)
+def collect_curves(group: Group, values: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """{variant: points} of a measure; over steps where all its seeds have a value."""
+    curves = {}
+    for variant in group.runs:
+        of_seeds = pd.DataFrame(values[variant])
+        points = plots.summarize_range(of_seeds if group.key else of_seeds.dropna())
+        if len(points):
+            curves[variant] = points
+    return curves
 
 
-def list_loss_panels(
-    group: Group, baseline: str, comparisons: Sequence[Comparison] = ()
-) -> list[Panel]:
-    """Validation loss, then that minus the baseline's, over the key or over steps.
+def collect_differences(group: Group, baseline: str) -> tuple[dict[str, pd.DataFrame], str]:
+    """{variant: points} of the loss minus that of the most similar variant of the baseline.
 
-    `comparisons` are those that the sentence below the differences names.
+    The text says what the intervals are over.
     """
-    losses = {}
-    for variant in group.variants + group.curves:
-        losses[variant] = collect_means(group, variant, "val/loss")
-    title = f"validation loss, {name_unit(group.shown_runs[0])}"
-    panels = Chart(group, baseline, title, losses, marks_best=bool(group.key)).list_panels()
-    lines = {}
-    draws = set()  # what the intervals are over
-    for variant in group.variants:
+    curves = {}
+    draws = {""}
+    for variant in group.runs:
         points = {}
-        for x, difference in collect_differences(group, variant, baseline).items():
-            points[x] = (difference.mean, difference.low, difference.high)
-            draws.add(difference.over)
-        lines[variant] = build_line(group, points)
-    over = " or ".join(sorted(draws - {""}))
-    title = f"minus {baseline}'s, 95% over {over}" if over else f"minus {baseline}'s"
-    sentence = describe_verdicts(baseline, comparisons)
-    return panels + Chart(group, baseline, title, lines, sentence, True).list_panels()
+        for base in group.find_counterparts(variant, baseline)[:1]:
+            for row in list_rows(group, plots.MAX_POINTS):
+                pair = group.compare(variant, base, [row])
+                if pair is not None and (group.key or row > 0):
+                    points[row] = pair.difference[:3]
+                    draws.add(pair.over)
+        if points:
+            curves[variant] = pd.DataFrame(points, index=["mean", "low", "high"]).T
+    return curves, " or ".join(sorted(draws - {""}))
 
 
-def describe_verdicts(baseline: str, comparisons: Sequence[Comparison]) -> str:
-    """The variants whose loss is decided to differ from the baseline's, and how many are not."""
-    decided = []
-    n_undecided = 0
-    for pair in sorted(comparisons, key=lambda pair: pair.difference.mean):
-        if baseline in (pair.right.router, pair.right.label):
-            if pair.difference.is_decided:
-                decided.append(f"{pair.left.label} {pair.difference.verdict}")
-            else:
-                n_undecided += 1
-    return f"Decided: {', '.join(decided) or 'nothing'}. Undecided: {n_undecided}."
+def plot_curves(
+    axes: Axes,
+    group: Group,
+    curves: Mapping[str, pd.DataFrame],
+    styles: Styles,
+    has_zero: bool = False,
+) -> None:
+    """Plot curves of a group; those without a style are grey, behind the others."""
+    for label, style in styles.items():
+        if label in curves:
+            plots.plot_curve(axes, label, curves[label], style)
+    greys = [label for label in curves if label not in styles]
+    for label in greys:
+        named = f"{len(greys)} others" if label == greys[0] else "_"
+        axes.plot(curves[label]["mean"], color=plots.GREY, linewidth=0.8, zorder=1, label=named)
+    compared = [curves[label] for label in curves if label in group.runs]
+    plots.set_frame(axes, compared or list(curves.values()), group.key is None, has_zero)
+    axes.set_xlabel(group.key or "step")
+    if group.key:
+        values = list(group.losses.index)
+        plots.scale_key(axes, values, [format_tick(group.key, value) for value in values])
 
 
-def list_load_panels(group: Group) -> list[Panel]:
-    """The experts' loads at the end, relative to an even share; no panel without any.
-
-    A row is a layer of a variant's first run, its experts sorted. All have one scale.
-    """
-    loads = {}  # {label: (L, E)}
-    sentences = []
-    for variant in group.variants:
-        by_layer = np.array(group.evaluation(variant.first_run).get("val/loads", []), float)
+def collect_loads(group: Group) -> dict[str, np.ndarray]:
+    """{variant: (L, E)} loads of its first run at the end, sorted, relative to an even share."""
+    loads: dict[str, np.ndarray] = {}
+    for variant, runs in group.runs.items():
+        x, seed = next(iter(runs))
+        line = group.evaluation(variant, x if group.key else group.ends[0], seed)
+        by_layer = np.array(line.get("val/loads", []), float)
         if by_layer.size:
-            shares = -np.sort(-by_layer / by_layer.mean(1, keepdims=True))
-            loads[variant.label] = shares
-            dead = f"{np.count_nonzero(shares == 0)} of {shares.size} dead"
-            sentences.append(f"{variant.label}: {dead}, busiest {shares.max():.1f}")
-    if not loads:
-        return []
-    n_layers = sum(len(shares) for shares in loads.values())
-    height = 110 + max(2 * LINE_HEIGHT * len(loads), 4 * n_layers)
-    draw = partial(draw_loads, loads=loads)
-    return [Panel("load of each layer's experts", draw, f"{'; '.join(sentences)}.", height)]
+            loads[variant] = -np.sort(-by_layer / by_layer.mean(1, keepdims=True))
+    return loads
 
 
-def draw_loads(axes: Axes, loads: Mapping[str, np.ndarray]) -> None:
-    """Draw the layers of each variant below each other, the busiest expert first."""
+def draw_loads(loads: Mapping[str, np.ndarray]) -> Figure:
+    """The layers of each variant below each other."""
     widest = max(shares.shape[1] for shares in loads.values())
     rows = np.empty((0, widest))
     middles = []
@@ -120,12 +160,8 @@ def draw_loads(axes: Axes, loads: Mapping[str, np.ndarray]) -> None:
         missing = widest - shares.shape[1]
         middles.append(len(rows) + len(shares) / 2 - 0.5)
         rows = np.append(rows, np.pad(shares, ((0, 0), (0, missing)), constant_values=np.nan), 0)
-        axes.axhline(len(rows) - 0.5, color="white", linewidth=2)
-    colours = matplotlib.colormaps["viridis"].with_extremes(under=NO_TOKEN)
-    scale = PowerNorm(0.5, vmin=1e-9, vmax=np.nanmax(rows))  # a root shows small loads
-    mesh = axes.imshow(rows, cmap=colours, norm=scale, aspect="auto", interpolation="nearest")
-    axes.set_yticks(middles, [fill(label, 20) for label in loads])
-    axes.set_xlabel("expert, busiest first\norange: no token")
-    axes.locator_params(axis="x", nbins=4, integer=True)
-    bar = axes.figure.colorbar(mesh, ax=axes, location="bottom", label="load, 1 = even share")
-    bar.ax.locator_params(axis="x", nbins=4)
+    figure, (axes,) = plots.make_figure(size=(2 * plots.PANEL[0], 1 + 0.1 * len(rows)))
+    plots.plot_loads(axes, rows)
+    axes.set_yticks(middles, list(loads))
+    axes.set_xlabel("expert, busiest first")
+    return figure

@@ -20,9 +20,8 @@ from scipy.special import fdtrc, ndtri, stdtrit
 
 from common.command import build_parser, command, require_packages, run_command
 from report.blocks import Table
-from report.groups import OPTION_KEYS
+from report.frame import OPTION_KEYS
 from report.labels import find_text_mismatch, name_unit
-from report.style import DISTINCT
 from runtime.memory import flops_per_token
 from runtime.runs import Run, read_runs
 from scripts.plan import count_tokens
@@ -269,26 +268,23 @@ def describe(fit: Fit, unit: str) -> str:
 
 def draw(fit: Fit, unit: str, file: Path) -> None:
     """The runs, the law and its band, up to ten times the largest budget."""
-    from matplotlib.figure import Figure
+    from report.plots import DISTINCT, make_figure
 
     ladder = fit.ladder
-    figure = Figure((7, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = make_figure(size=(7, 4.5))
     flops = np.geomspace(ladder.flops[0], 10 * ladder.flops[-1], 100)
     loss, low, high = fit.predict(flops)
-    colour = DISTINCT[0]
-    axes.fill_between(flops, low, high, color=colour, alpha=0.2, linewidth=0, label="95%")
+    axes.fill_between(flops, low, high, color=DISTINCT[0], alpha=0.2, linewidth=0, label="95%")
     formula = f"{fit.law.floor:.3f} + A · C^-{fit.law.exponent:.3f}"
-    axes.plot(flops, loss, color=colour, label=formula)
+    axes.plot(flops, loss, color=DISTINCT[0], label=formula)
     for budget, losses in zip(ladder.flops, ladder.losses, strict=True):
         axes.plot([budget] * len(losses), losses, "o", color=DISTINCT[1], markersize=4)
     axes.axvline(ladder.flops[-1], color="grey", linestyle=":", label="largest budget trained")
     axes.set_xscale("log")
     axes.set_xlabel("FLOPs")
     axes.set_ylabel(f"validation loss, {unit}")
-    axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(file, dpi=120)
+    figure.savefig(file)
 
 
 @command

@@ -269,7 +269,7 @@ def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports draw no pictures, which are most of their work."""
     import report.page  # not at the top: it imports matplotlib
 
-    monkeypatch.setattr(report.page, "draw_pictures", lambda panels, label: [])
+    monkeypatch.setattr(report.page, "draw_group", lambda *args: [])
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

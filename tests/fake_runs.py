@@ -12,7 +12,7 @@ import numpy as np
 
 import configure
 from configure.schema import KEYS, Mix
-from report.groups import Group, group_runs
+from report.frame import Group, group_runs
 from runtime import checkpoint
 from runtime.manifest import format_manifest
 from runtime.metrics import Metrics

@@ -9,7 +9,7 @@ from runs import REPO_ROOT
 from configure import load
 from configure.attributes import key as declare_key
 from configure.schema import KEYS, has_effect, select_keys
-from report.groups import group_runs
+from report.frame import group_runs
 from runtime.runs import Run
 
 # What moves no loss, except by rounding.
@@ -71,7 +71,7 @@ def count_arms(*configs):
         run = Run(REPO_ROOT / f"absent{seed}")
         run.config, run.metrics = own, list(losses.values())
         runs.append(run)
-    return [len(group.variants) for group in group_runs(runs)[0]]
+    return [len(group.runs) for group in group_runs(runs)[0]]
 
 
 @pytest.mark.parametrize("key", KEYS)

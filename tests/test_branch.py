@@ -10,7 +10,7 @@ from runs import checkpoints, content, end, run, steps
 
 import configure
 import train
-from report.groups import group_runs
+from report.frame import group_runs
 from runtime import RunError, checkpoint
 from runtime.branch import check_length
 from runtime.distributed import Ranks

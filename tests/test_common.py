@@ -254,7 +254,7 @@ def test_the_tables_of_a_report_keep_what_matters_most(tmp_path, call, monkeypat
     report = partial(call, report_main, "a", "--out", "report")
     every_column = report()
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    kept = ("run .* state .* val loss", "validation loss .* 1,000$", "first minus second, 95%")
+    kept = ("run .* state .* val loss", "loss at step.* 1,000$", "first minus second, 95%")
     for columns in (60, 80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
         printed = report()

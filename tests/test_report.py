@@ -1,13 +1,15 @@
-"""report/: which runs are read and grouped, what is paired with what, verdicts, the paper's
-numbers.
+"""report/frame.py and tables.py: which runs are compared, paired with what, and every cell.
+
+The oracle reads metrics.jsonl and computes with numpy and scipy. Every measure of every line is a
+number of its own, so one of another run, seed, step or value of the key shows.
 """
 
 import copy
 import hashlib
 import json
-import math
 import re
 import shutil
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -23,46 +25,26 @@ from fake_runs import (
 )
 from scipy import stats
 
+from balance import MEASURES
 from model import GPT
 from report import tables
-from report.__main__ import make_report_parser
-from report.comparisons import compare_group
-from report.groups import group_runs
-from report.lines import collect_differences
+from report.frame import compare_group, group_runs
 from report.overview import build_overview, count_states
-from report.page import build_sections, read_report
 from report.paper import NUMBERS, build_paper_table
+from report.pictures import collect_differences
 from runtime import FAILURE_FILE
 from runtime.runs import Run, read_runs
 
 
 def load(*folders, key=None):
-    return group_runs([Run(folder) for folder in folders], key)
+    return group_runs([*map(Run, folders)], key)
 
 
-def labels_of(group):
-    return [variant.label for variant in group.variants]
+def name_pairs(comparisons):
+    return [f"{pair.left} against {pair.right}" for pair, _ in comparisons]
 
 
-def name_of(comparison):
-    return f"{comparison.left.label} against {comparison.right.label}"
-
-
-def test_losses_that_are_not_finite(tmp_path):
-    """A finite one after them counts as an evaluation."""
-    folder = make_run(tmp_path / "kern", until=0.7)
-    line, metrics = '{"step": %d, "tokens": 1, "val/loss": NaN}\n', folder / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + line % 800 + line % 900)
-    assert Run(folder).progress == "failed at step 900 of 1,000: val/loss is nan"
-    for text, said in (
-        (line % 0, "failed at step 0 of 1,000: val/loss is nan; continue with train.py"),
-        ("", "stopped at step 0 of 1,000; continue with train.py"),
-    ):
-        metrics.write_text(text)
-        with pytest.raises(ValueError, match=said):
-            read_report(make_report_parser("scripts.report", None).parse_args([str(folder)]))
-
-
+# ---- which runs are compared
 def test_folders_stand_for_the_runs_below_them(tmp_path):
     runs = [make_run(tmp_path / name) for name in ("a", "deep/er/b")]
     (tmp_path / "report").mkdir()
@@ -86,13 +68,6 @@ def test_runs_on_other_text_are_refused(tmp_path):
         groups, notes = load(dense, softmax, kern)
         said = rf"dense and .*: {name} .* is sha of .* and else.* separate reports"
         assert groups == [] and re.search(said, notes[-1])
-        newest, older = (kern / f"checkpoints/step_00000{n}00/manifest.json" for n in (2, 1))
-        newest.write_text("damaged")  # an older one knows the data, too
-        groups, notes = load(dense, softmax, kern)
-        assert len(groups) == 1 and f"{newest}: damaged, checksum mismatch" in notes
-        older.write_text("damaged")
-        groups, notes = load(dense, softmax, kern)
-        assert groups == [] and f"so the data of {kern} is unknown" in notes[-1]
         shutil.rmtree(kern / "checkpoints")
     more = make_run(tmp_path / "more", "model.router=tanh", windows=9)
     groups, (note,) = load(softmax, more)
@@ -101,49 +76,367 @@ def test_runs_on_other_text_are_refused(tmp_path):
     young = make_run(tmp_path / "young", "model.router=tanh", windows=9, until=0.3)
     same = make_run(tmp_path / "same", "model.router=tanh", "run.seed=1", until=0.3)
     (group,), notes = load(softmax, young, same)
-    assert [curve.first_run.path for curve in group.curves] == [same]
-    assert "number of validation windows is 8 and 9" in notes[-1] and "young" in notes[-1]
+    assert list(group.curves) == ["tanh, same, stopped"]
+    assert any("young" in note and "windows is 8 and 9" in note for note in notes)
     other = make_run(tmp_path / "other", "data.name=other")
     groups, notes = load(softmax, more, other)  # the other group stands
-    assert [group.label for group in groups] == ["other"]
+    assert len(groups) == 1 and [run.path for run in groups[0].compared] == [other]
     assert "number of validation windows" in notes[-1]
 
 
-def test_the_table_of_runs(tmp_path):
-    """Settings in the order they came in; of each the finished runs by loss, then the others."""
-    branch = ["optim.schedule=wsd", "train.branch_from=runs/trunk/"]
-    runs = {
-        "a": make_run(tmp_path / "a", "model.n_layer=3", *branch),
-        "b": make_run(tmp_path / "b", end=2.0),
-        "c": make_run(tmp_path / "c", "model.router=tanh", "run.seed=2", end=1.5),
-        "d": make_run(tmp_path / "d", "run.seed=4", until=0.3),
-        "e": make_run(tmp_path / "e", "run.seed=6", until=0.7),
-        "f": make_run(tmp_path / "f", "run.seed=8", until=0.5, end=1.0),
-    }
-    metrics = runs["e"] / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"step": 800, "tokens": 1, "val/loss": NaN}\n')
-    read, _ = read_runs(runs.values())
-    assert count_states(read) == "6 runs: 2 stopped, 3 finished, 1 failed"
-    assert count_states(read[:1]) == "1 run: 1 finished"
-    table = build_overview(read, "kern")
-    columns = ["run", "settings", "state", "step", "train loss", "val loss", "note"]
-    assert table.columns == [*columns, "tokens/s", "trouble"]
-    rest = "n_layer 2, schedule cosine"
-    settings_of_a = "kern, seed 0, n_layer 3, schedule wsd, branch of runs/trunk"
-    wanted = [
-        ("a", settings_of_a, "finished", "1,000 of 1,000 100%", "lowest, baseline"),
-        ("c", f"tanh, seed 2, {rest}", "finished", "1,000 of 1,000 100%", "lowest"),
-        ("b", f"kern, seed 0, {rest}", "finished", "1,000 of 1,000 100%", "baseline"),
-        ("f", f"kern, seed 8, {rest}", "stopped", "500 of 1,000  50%", "baseline"),
-        ("d", f"kern, seed 4, {rest}", "stopped", "300 of 1,000  30%", "baseline"),
-        ("e", f"kern, seed 6, {rest}", "failed", "800 of 1,000  80%", "baseline"),
+def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
+    """Unfinished ones where others ended, and all but one of a group, router and seed."""
+    kern, dense = make_run(tmp_path / "kern"), make_run(tmp_path / "dense", "model.router=dense")
+    early = make_run(tmp_path / "early", "model.router=tanh", until=0.2)
+    again = make_run(tmp_path / "again", until=0.5)
+    # keys that change no loss
+    twice = make_run(tmp_path / "twice", "train.micro_batch_size=4", "log.interval=3")
+    (group,), notes = load(again, early, kern, dense, twice)
+    assert group.ends == [1000] and {run.path for run in group.compared} == {kern, dense}
+    assert sorted(notes) == sorted([
+        f"{again} is not compared: stopped at step 500 of 1,000",
+        f"{early} is not compared: stopped at step 200 of 1,000",
+        f"{twice} is left out: {kern} has the same settings and seed",
+    ])  # fmt: skip
+    assert list(group.curves) == ["tanh, early, stopped", "kern, again, stopped"]
+    further = make_run(tmp_path / "x", until=0.6)
+    failed = make_run(tmp_path / "failed", "model.router=tanh", until=0.6)
+    (failed / FAILURE_FILE).write_text("out of memory. And more")
+    (group,), notes = load(again, further, failed)
+    assert f"{failed} is not compared: failed at step 600 of 1,000: out of memory" in notes
+    assert group.ends == [600] and any(f"{again} is left out: {further}" in n for n in notes)
+    assert notes[-1] == (
+        f"incomplete: {further} (stopped at step 600 of 1,000). "
+        "Losses are compared at step 600 of 1,000, by the seeds that both arms have"
+    )
+    far = make_run(tmp_path / "far", "model.router=tanh", until=0.9)
+    (group,), notes = load(again, early, far)  # most reached 500
+    assert group.ends == [500] and list(group.curves) == ["tanh, early, stopped"]
+
+
+def test_a_group_is_what_changes_a_loss(tmp_path):
+    runs = []
+    for name, n in (("arxiv", 128), ("books3", 32), ("arxiv", 32), ("books3", 128)):
+        own = [f"data.name={name}", f"model.n_expert={n}"]
+        runs += make_seeds(tmp_path / f"{name}{n}", {"kern": 2, "softmax": 2}, 1, own)
+    groups = load_groups(*runs)
+    labels = [f"n_expert {n}, {name}" for n in (32, 128) for name in ("arxiv", "books3")]
+    assert [group.label for group in groups] == labels
+    for group in groups:
+        assert list(group.runs) == ["softmax", "kern"]
+    same = ["eval.interval=50", "train.micro_batch_size=4", "train.device=cpu"]
+    same += ["data.dir=/elsewhere", "log.group=x"]
+    other = ["optim.lr=1e-4", "train.batch_size=16", "model.top_k=4", "eval.windows=64"]
+    runs = []
+    for i, override in enumerate(["run.seed=0", *same, *other]):
+        runs.append(make_run(tmp_path / f"x{i}", override))
+    # keys that vary with these are not in labels
+    more = ["model.n_layer=3", "optim.warmup_steps=9", "model.init_std=0.5", "model.dropout=0.1"]
+    groups = load_groups(*runs, make_run(tmp_path / "y", *other, *more))
+    labels = {group.label for group in groups}
+    assert len(groups) == len(labels) == 2 + len(other)
+    assert not any("init_std" in label for label in labels)
+
+
+def test_mixtures_and_balance_losses_that_are_the_same(tmp_path):
+    mixes = ["{a = 6, b = 4}", "{b = 0.4, a = 0.6}", "{a = 3, b = 1}"]
+    runs = []
+    for seed, mix in enumerate(mixes):
+        runs.append(make_run(tmp_path / str(seed), f"run.seed={seed}", f"data.mix={mix}"))
+    groups = load_groups(*runs)
+    assert [len(group.compared) for group in groups] == [2, 1]
+    assert [group.label for group in groups] == ["a 6 + b 4", "a 3 + b 1"]
+    for scope, count in (("global", 1), ("micro_batch", 2)):  # whose size then counts
+        given = [f"train.balance_loss_scope={scope}", "train.balance_loss_coef=0.01"]
+        runs = []
+        for n in (2, 4):
+            own = [f"train.micro_batch_size={n}", f"run.seed={n}"]
+            runs.append(make_run(tmp_path / f"{scope}{n}", *given, *own))
+        assert len(load_groups(*runs)[0].runs) == count
+
+
+def test_variants_are_named_by_what_varies(tmp_path):
+    """Types where a router has several; formulas come last, each with its options."""
+    dense = make_run(tmp_path / "dense", "model.router=dense", "train.dtype=bfloat16")
+    kern = make_run(tmp_path / "kern", "train.dtype=float32")
+    (group,) = load_groups(dense, kern)
+    assert list(group.runs) == ["dense", "kern"] and len(compare_group(group)) == 1
+    own = ["model.router=dense", "run.seed=1", "train.dtype=float32"]
+    (group,) = load_groups(dense, kern, make_run(tmp_path / "dense1", *own))
+    assert list(group.runs) == ["dense, bfloat16", "dense, float32", "kern, float32"]
+    # the others share no seed
+    assert name_pairs(compare_group(group)) == ["dense, bfloat16 against kern, float32"]
+    routers = ["kern", "relu, post=l1 over topk", "tanh, post=l2 over topk"]
+    runs = []
+    for i, (scale, router) in enumerate(product((2, 1), reversed(routers))):
+        own = [f"model.router={router}", f"model.gate_scale={scale}"]
+        runs.append(make_run(tmp_path / str(i), *own))
+    wanted = [f"{router}, gate_scale {scale}" for router in routers for scale in (1, 2)]
+    assert list(load_groups(*runs)[0].runs) == wanted
+
+
+# ---- pairs
+def test_which_variants_are_compared(tmp_path):
+    """Of one router those that differ in one option, of two routers those most alike."""
+    given = [("kern", 1), ("kern", 3), ("softmax", 1), ("softmax", 3), ("tanh", 18)]
+    runs = []
+    for router, scale in given:
+        own = [f"model.router={router}", f"model.gate_scale={scale}"]
+        runs.append(make_run(tmp_path / f"{router}{scale}", *own, end=2 + scale / 100))
+    (group,) = load_groups(*runs)
+    pairs = [name.replace(", gate_scale ", "") for name in name_pairs(compare_group(group))]
+    assert sorted(pairs) == [
+        "kern3 against kern1",
+        "softmax1 against kern1",
+        "softmax3 against kern3",
+        "softmax3 against softmax1",
+        "tanh18 against kern1",
+        "tanh18 against kern3",
+        "tanh18 against softmax1",
+        "tanh18 against softmax3",
     ]
-    for row, (name, settings, state, step, note) in zip(table.rows, wanted, strict=True):
-        assert (row["run"], row["settings"], row["state"]) == (str(runs[name]), settings, state)
-        assert (row["step"], row["note"]) == (step, note)
-        loss = "nan" if name == "e" else f"{loss_of(runs[name]):.4f}"
-        assert (row["val loss"], row.get("best", ""), row["left"]) == (loss, "", "")
-        assert row["trouble"] == ("val/loss is nan" if name == "e" else "")
+    # a difference is from the first of two variants that are as like
+    curves, over = collect_differences(group, "kern")
+    assert curves["tanh, gate_scale 18"].loc[1000, "mean"] == pytest.approx(0.17)
+    assert over == "documents" and "kern, gate_scale 1" not in curves
+    # no pair of routers flips where the baseline is one variant of kern
+    (group,) = load_groups(*runs[:4])
+    pairs = name_pairs(compare_group(group, "kern, gate_scale 1"))
+    routers = [re.sub(", gate_scale .", "", name) for name in pairs]
+    assert sorted(set(routers)) == [
+        "kern against kern", "softmax against kern", "softmax against softmax"
+    ]  # fmt: skip
+    assert "softmax, gate_scale 3 against kern, gate_scale 1" in pairs  # the baseline with all
+    first = make_run(tmp_path / "1", "model.gate_scale=1", "train.z_loss_coef=1")
+    second = make_run(tmp_path / "2", "model.gate_scale=2", "train.z_loss_coef=2")
+    (group,) = load_groups(first, second)
+    one, two = group.runs
+    assert compare_group(group) == []  # they differ in two options
+    assert name_pairs(compare_group(group, two)) == [f"{one} against {two}"]
+    assert name_pairs(compare_group(group, one)) == [f"{two} against {one}"]
+
+
+def test_differences_are_of_seeds_in_common(tmp_path):
+    runs = []
+    for seed in (0, 1, 3, 4):
+        runs.append(make_run(tmp_path / f"k{seed}", f"run.seed={seed}", end=1.5, noise=0.01))
+    for seed in (2, 3, 1, 4):
+        own = [f"run.seed={seed}", "model.router=dense"]
+        runs.append(make_run(tmp_path / f"d{seed}", *own))
+    (group,), (note,) = load(*runs)
+    ((pair, verdict),) = compare_group(group, "dense")
+    losses = [[loss_of(tmp_path / f"{name}{seed}") for seed in (1, 3, 4)] for name in "kd"]
+    oracle = stats.ttest_rel(*losses)
+    wanted = (np.subtract(*losses).mean(), *oracle.confidence_interval(), oracle.pvalue, 3)
+    assert (pair.left, pair.right, verdict.text) == ("kern", "dense", "lower")
+    assert pair.difference == pytest.approx(wanted) and verdict.p == pytest.approx(oracle.pvalue)
+    assert note.startswith("incomplete: dense lacks seed 0; kern lacks seed 2. ")
+    (group,) = load_groups(runs[0], runs[4])  # without a common seed
+    assert compare_group(group) == []
+
+
+@pytest.mark.parametrize("seeds, said", [(1, "1 seed"), (2, "2 seeds")])
+def test_few_seeds_have_an_interval_over_documents_that_decides_nothing(tmp_path, seeds, said):
+    runs = make_seeds(tmp_path, {"kern": 1.5, "tanh": 2.0}, seeds, noise=0.01, documents=4)
+    (group,) = load_groups(*runs)
+    ((pair, verdict),) = compare_group(group, "tanh", margin=9)
+    windows = [np.array(Run(run).evaluations[1000]["val/window_losses"]) for run in runs]
+    apart = np.mean(windows[:seeds], 0) - np.mean(windows[seeds:], 0)
+    oracle = stats.ttest_1samp(apart.reshape(4, -1).mean(1), 0).confidence_interval()
+    assert pair.difference[:3] == pytest.approx((apart.mean(), *oracle))
+    (row,) = tables.build_pairs_table(group, [(pair, verdict)]).lines
+    assert row[3:] == ["documents", f"**undecided ({said})**", "-"]
+    del group.compared[-1].evaluations[1000]["val/window_losses"]  # of the last seed alone
+    ((pair, verdict),) = compare_group(group, "tanh")
+    assert pair.over == "" and "[" not in str(pair.difference)
+
+
+# ---- over a key
+def test_seeds_and_values_that_curves_lack(tmp_path):
+    lacking = ["2/kern3", "8/tanh0", "8/tanh1", *(f"8/kern{seed}" for seed in range(4))]
+    runs = [run for run in make_curves(tmp_path) if str(run.relative_to(tmp_path)) not in lacking]
+    (group,), (note,) = load(*runs, key="model.gate_norm")
+    assert (group.ends, list(group.runs)) == ([1, 2, 8], ["tanh", "kern"])
+    missing = [
+        "tanh at gate_norm 8 lacks seed 0, 1",
+        "kern at gate_norm 2 lacks seed 3",
+        "kern at gate_norm 8 lacks seed 0, 1, 2, 3",
+    ]
+    assert note.startswith(f"incomplete: {'; '.join(missing)}.")
+    ((pair, _),) = compare_group(group)
+    losses = {}  # of the seeds with both routers at both common values
+    for router in ("tanh", "kern"):
+        at_both = [[loss_of(tmp_path / f"{x}/{router}{i}") for i in range(3)] for x in (1, 2)]
+        losses[router] = np.mean(at_both, axis=0)
+    oracle = stats.ttest_rel(*losses.values())
+    assert pair.difference.n == 3 and pair.difference.p == pytest.approx(oracle.pvalue)
+
+
+def test_keys_that_change_with_the_key(tmp_path):
+    """Here the length of training, too. The first router lacks the first value."""
+    runs = []
+    for router, n_embd, n_layer in (("kern", 64, 2), ("kern", 128, 4), ("tanh", 128, 4)):
+        own = [f"model.router={router}", f"model.n_embd={n_embd}", f"model.n_layer={n_layer}"]
+        own.append(f"train.max_steps={10 * n_embd}")
+        runs.append(make_run(tmp_path / f"{router}{n_embd}", *own, end=n_layer))
+    (group,), (note, incomplete) = load(*runs, key="model.n_embd")
+    assert list(group.runs) == ["tanh", "kern"] and group.ends == [64, 128]
+    assert note == "model.n_layer, train.max_steps changed with model.n_embd"
+    assert tables.describe_group(group).startswith("`mix-bytes`: 640 or 1,280 steps of")
+    losses = [f"{loss_of(run):.4f}" for run in runs]
+    lines = tables.build_loss_table(group).lines
+    assert [line[2:] for line in lines] == [["", losses[2]], losses[:2]]
+    assert incomplete.startswith("incomplete: tanh at n_embd 64 lacks seed 0.")
+    runs.append(make_run(tmp_path / "other", "data.name=other", *own))
+    _, notes = load(*runs, key="model.n_embd")
+    assert any(note.startswith("mix-bytes: incomplete: tanh") for note in notes)
+
+
+@pytest.mark.parametrize("key, given, said", [
+    ("model.router", [1, 2], "expected a key that is a number"),
+    ("model.gate_nrm", [1, 2], "expected a key"),
+    ("model.gate_norm", [1, 1], "1 value(s) of it"),
+    ("run.seed", [1, 2], "and not the seed"),
+])  # fmt: skip
+def test_bad_keys(tmp_path, key, given, said):
+    runs = [make_run(tmp_path / str(i), f"model.gate_norm={x}") for i, x in enumerate(given)]
+    with pytest.raises(ValueError) as error:
+        load(*runs, key=key)
+    assert f"--over {key}: " in str(error.value) and said in str(error.value)
+
+
+# ---- tables
+ROUTERS = ("softmax", "kern", "softmax-renorm")  # in the order of tables
+SEEDS = (0, 1, 2)
+RENORM = "softmax-renorm"
+PAIRS = [("softmax", "kern"), (RENORM, "kern"), (RENORM, "softmax")]  # the baseline is second
+MARGIN = 0.1
+XS = (0.5, 1, 4)  # gate norms
+
+
+@cache
+def read_series(run, name):
+    """{step: value} of a name in a run's metrics.jsonl."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def make_random_runs(folder, xs=(1,), **shape):
+    """{(router, x, seed): run} at gate norms `xs`, whose lines have numbers of their own."""
+    random = np.random.default_rng(1)
+    runs = {}
+    for router, x, seed in product(ROUTERS, xs, SEEDS):
+        settings = [f"model.router={router}", f"model.gate_norm={x}", f"run.seed={seed}"]
+        end = {"softmax": 2.2, "kern": 2.0, RENORM: 2.02}[router] + x / 10
+        run = make_run(folder / f"{router}-{x}-{seed}", *settings, end=end, **shape)
+        file = run / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            for name in line.keys() - {"step", "tokens", "val/loss"}:
+                line[name] = random.uniform(1, 9)
+            if "val/loss" in line:
+                line["val/loss"] += random.normal(0, 0.01)
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        runs[router, x, seed] = run
+    return runs
+
+
+def format_mean(values, form=".4f"):
+    if not values:
+        return ""
+    return f"{np.mean(values):{form}} ± {np.std(values, ddof=1):{form}}"
+
+
+def format_interval(differences):
+    interval = stats.ttest_1samp(differences, 0).confidence_interval()
+    return f"{np.mean(differences):+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
+
+
+def check_measures(table, runs, keys, step):
+    """Each cell is the mean over seeds of the last values by a step; keys are labels' router, x."""
+    head, *names = table.columns
+    assert "± SD over seeds" in head and len(names) > 5
+    assert [row[head] for row in table.rows] == list(keys)
+    for row in table.rows:
+        router, x = keys[row[head]]
+        for name in names:
+            values = []
+            for seed in SEEDS:
+                series = read_series(runs[router, x, seed], name)
+                values += [value for at, value in series.items() if at <= step][-1:]
+            form = ".4f" if name == "train/loss" else MEASURES[name.split("/")[1]].form
+            assert row.get(name, "") == format_mean(values, form), (row[head], name)
+
+
+def test_every_cell_of_a_report_over_a_key(tmp_path):
+    """Of the tables of losses, pairs and measures: t-tests over seeds of means over the key."""
+    runs = make_random_runs(tmp_path, XS)
+    losses = {}
+    for router, x in product(ROUTERS, XS):
+        ends = [read_series(runs[router, x, seed], "val/loss")[1000] for seed in SEEDS]
+        losses[router, x] = np.array(ends)
+    (group,) = load_groups(*runs.values(), key="model.gate_norm")
+    table = tables.build_loss_table(group)
+    assert table.columns == ["model.gate_norm, ± SD over seeds", "seeds", "0.5", "1", "4"]
+    for router, line in zip(ROUTERS, table.lines, strict=True):
+        cells = [format_mean(list(losses[router, x])) for x in XS]
+        assert line == [f"**{router}**", "3", *cells]
+    means = [np.mean([losses[a, x] - losses[b, x] for x in XS], axis=0) for a, b in PAIRS]
+    p_values = [stats.ttest_1samp(mean, 0).pvalue for mean in means]
+    beyond = []  # two one-sided tests: the larger p-value
+    for mean in means:
+        below = stats.ttest_1samp(mean, MARGIN, alternative="less").pvalue
+        beyond.append(max(below, stats.ttest_1samp(mean, -MARGIN, alternative="greater").pvalue))
+    rows = []
+    for pair, mean, p, p_beyond in zip(
+        PAIRS, means, correct_holm(p_values), correct_holm(beyond), strict=True
+    ):
+        verdict = "equivalent" if p_beyond < 0.05 else "undecided" if p >= 0.05 else "higher"
+        if verdict == "higher" and mean.mean() < 0:
+            verdict = "lower"
+        at_x = [format_interval(losses[pair[0], x] - losses[pair[1], x]) for x in XS]
+        row = [*pair, *at_x, format_interval(mean), "3 seeds", f"**{verdict}**", f"{p:.2g}"]
+        rows.append((-abs(mean.mean()), row))
+    wanted = [row for _, row in sorted(rows)]
+    table = tables.build_pairs_table(group, compare_group(group, margin=MARGIN))
+    assert table.lines == wanted
+    assert {line[-2] for line in wanted} == {"**equivalent**", "**higher**", "**lower**"}
+    keys = {f"{router}, gate_norm {x:g}": (router, x) for router, x in product(ROUTERS, XS)}
+    check_measures(tables.build_measure_table(group), runs, keys, 1000)
+
+
+def correct_holm(p_values):
+    """Holm's correction, as R's p.adjust."""
+    order = np.argsort(p_values)
+    factors = np.arange(len(p_values), 0, -1)
+    corrected = np.maximum.accumulate(factors * np.array(p_values)[order])
+    return np.minimum(1, corrected)[np.argsort(order)].tolist()
+
+
+def test_measures_of_runs_that_train_are_of_the_step_that_all_have(tmp_path):
+    """kern's runs are at step 800, the others at 500, which is compared."""
+    runs = make_random_runs(tmp_path, until=0.8)
+    for (router, _, _), run in runs.items():
+        file = run / "metrics.jsonl"
+        if router != "kern":
+            lines = file.read_text().splitlines(keepends=True)
+            file.write_text("".join(line for line in lines if json.loads(line)["step"] <= 500))
+    (group,) = load_groups(*runs.values())
+    keys = {router: (router, 1) for router in ROUTERS}
+    check_measures(tables.build_measure_table(group), runs, keys, 500)
+
+
+@pytest.mark.parametrize(("points", "shown"), [(9, 9), (10, 10), (11, 6), (20, 10), (25, 9)])
+def test_at_most_ten_evaluations_are_in_a_table(tmp_path, points, shown):
+    """Evenly apart, and the last among them, which a narrow terminal shows first."""
+    run = make_run(tmp_path / "run", "train.max_steps=1100", points=points)
+    (group,) = load_groups(run)
+    stride = -(-points // 10)
+    wanted = [1100 * i // points for i in range(points, 0, -stride)][::-1]
+    table = tables.build_loss_table(group)
+    assert table.columns[2:] == [f"{step:,}" for step in wanted] and len(wanted) == shown
+    assert table.lines[0][2:] == [f"{loss_of(run, step):.4f}" for step in wanted]
+    assert list(table.important)[2] == "1,100"
 
 
 def test_a_group_in_words(tmp_path):
@@ -168,290 +461,42 @@ def test_a_group_in_words(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("points", "shown"), [(9, 9), (10, 10), (11, 6), (20, 10), (25, 9)])
-def test_at_most_ten_evaluations_are_in_a_table(tmp_path, points, shown):
-    """Evenly apart, and the last among them."""
-    run = make_run(tmp_path / "run", "train.max_steps=1100", points=points)
-    (group,) = load_groups(run)
-    stride = -(-points // 10)
-    wanted = [1100 * i // points for i in range(points, 0, -stride)][::-1]
-    table = tables.build_loss_table(group)
-    assert table.columns[2:] == [f"{step:,}" for step in wanted] and len(wanted) == shown
-    assert table.lines[0][2:] == [f"{loss_of(run, step):.4f}" for step in wanted]
-
-
-# ---- groups and variants
-def test_a_group_is_what_changes_a_loss(tmp_path):
-    runs = []
-    for name, n in (("arxiv", 128), ("books3", 32), ("arxiv", 32), ("books3", 128)):
-        own = [f"data.name={name}", f"model.n_expert={n}"]
-        runs += make_seeds(tmp_path / f"{name}{n}", {"kern": 2, "softmax": 2}, 1, own)
-    groups = load_groups(*runs)
-    labels = [f"n_expert {n}, {name}" for n in (32, 128) for name in ("arxiv", "books3")]
-    assert [group.label for group in groups] == labels
-    for group in groups:
-        assert labels_of(group) == ["softmax", "kern"]
-    same = ["eval.interval=50", "train.micro_batch_size=4", "train.device=cpu"]
-    same += ["data.dir=/elsewhere", "log.group=x"]
-    other = ["optim.lr=1e-4", "train.batch_size=16", "model.top_k=4", "eval.windows=64"]
-    runs = []
-    for i, override in enumerate(["run.seed=0", *same, *other]):
-        runs.append(make_run(tmp_path / f"x{i}", override))
-    groups = load_groups(*runs)
-    labels = {group.label for group in groups}
-    assert len(groups) == len(labels) == 1 + len(other)
-    # not in labels
-    more = ["model.n_layer=3", "optim.warmup_steps=9", "model.init_std=0.5", "model.dropout=0.1"]
-    groups = load_groups(*runs, make_run(tmp_path / "y", *other, *more))
-    labels = {group.label for group in groups}
-    assert len(labels) == 2 + len(other)
-
-
-def test_mixtures_of_equal_parts_are_one_setting(tmp_path):
-    mixes = ["{a = 6, b = 4}", "{b = 0.4, a = 0.6}", "{a = 3, b = 1}"]
-    runs = []
-    for seed, mix in enumerate(mixes):
-        runs.append(make_run(tmp_path / str(seed), f"run.seed={seed}", f"data.mix={mix}"))
-    groups = load_groups(*runs)
-    assert [len(group.runs) for group in groups] == [2, 1]
-    assert [group.label for group in groups] == ["a 6 + b 4", "a 3 + b 1"]
-    build_overview([Run(run) for run in runs])
-
-
-@pytest.mark.parametrize("scope, count", [("global", 1), ("micro_batch", 2)])
-def test_a_balance_loss_over_micro_batches_depends_on_their_size(tmp_path, scope, count):
-    given = [f"train.balance_loss_scope={scope}", "train.balance_loss_coef=0.01"]
-    runs = [
-        make_run(tmp_path / str(n), *given, f"train.micro_batch_size={n}", f"run.seed={n}")
-        for n in (2, 4)
-    ]
-    assert len(load_groups(*runs)[0].variants) == count
-
-
-def test_types_are_named_where_a_router_has_several(tmp_path):
-    """Seeds of one router in two types are two variants, which share no seed."""
-    runs = [make_run(tmp_path / "dense", "model.router=dense", "train.dtype=bfloat16")]
-    runs.append(make_run(tmp_path / "kern", "train.dtype=float32"))
-    (group,) = load_groups(*runs)
-    assert labels_of(group) == ["dense", "kern"] and len(compare_group(group)) == 1
-    runs.append(
-        make_run(tmp_path / "dense1", "model.router=dense", "run.seed=1", "train.dtype=float32")
-    )
-    (group,) = load_groups(*runs)
-    assert labels_of(group) == ["dense, bfloat16", "dense, float32", "kern, float32"]
-    (comparison,) = compare_group(group)
-    assert name_of(comparison) == "dense, bfloat16 against kern, float32"
-
-
-def test_formulas_come_last_each_with_its_options(tmp_path):
-    routers = ["kern", "relu, post=l1 over topk", "tanh, post=l2 over topk"]
-    runs = []
-    for i, (scale, router) in enumerate(product((2, 1), reversed(routers))):
-        own = [f"model.router={router}", f"model.gate_scale={scale}"]
-        runs.append(make_run(tmp_path / str(i), *own))
-    (group,) = load_groups(*runs)
-    wanted = [f"{router}, gate_scale {scale}" for router in routers for scale in (1, 2)]
-    assert labels_of(group) == wanted
-
-
-def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
-    """Unfinished ones where others ended, and all but one of a group, router and seed."""
-    kern, dense = make_run(tmp_path / "kern"), make_run(tmp_path / "dense", "model.router=dense")
-    early = make_run(tmp_path / "early", "model.router=tanh", until=0.2)
-    again = make_run(tmp_path / "again", until=0.5)
-    # keys that change no loss
-    twice = make_run(tmp_path / "twice", "train.micro_batch_size=4", "log.interval=3")
-    read = [Run(folder) for folder in (again, early, kern, dense, twice)]
-    (group,), notes = group_runs(read)
-    assert group.steps[-1] == 1000 and {run.path for run in group.runs} == {kern, dense}
-    assert sorted(notes) == sorted([
-        f"{again} is not compared: stopped at step 500 of 1,000",
-        f"{early} is not compared: stopped at step 200 of 1,000",
-        f"{twice} is left out: {kern} has the same settings and seed",
-    ])  # fmt: skip
-    assert [curve.first_run.path for curve in group.curves] == [early, again]
-    further = make_run(tmp_path / "x", until=0.6)
-    failed = make_run(tmp_path / "failed", "model.router=tanh", until=0.6)
-    (failed / FAILURE_FILE).write_text("out of memory. And more")
-    (group,), notes = load(again, further, failed)
-    notes.remove(f"{failed} is not compared: failed at step 600 of 1,000: out of memory")
-    assert group.steps[-1] == 600 and f"{again} is left out: {further}" in notes[0]
-    assert notes[1].startswith(
-        f"incomplete: {further} (stopped at step 600 of 1,000). "
-        "Losses are compared at step 600 of 1,000, by the seeds that both arms have"
-    )
-
-
-# ---- pairs
-def test_differences_are_of_seeds_in_common(tmp_path):
-    kern = [
-        make_run(tmp_path / f"k{seed}", f"run.seed={seed}", end=1.5, noise=0.01)
-        for seed in (0, 1, 3, 4)
-    ]
-    dense = [
-        make_run(tmp_path / f"d{seed}", f"run.seed={seed}", "model.router=dense")
-        for seed in (2, 3, 1, 4)
-    ]
-    (group,), notes = load(*kern, *dense)
-    (comparison,) = compare_group(group, "dense")
-    pairs = [(loss_of(tmp_path / f"k{seed}"), loss_of(tmp_path / f"d{seed}")) for seed in (1, 3, 4)]
-    oracle = stats.ttest_rel(*zip(*pairs, strict=True))
-    interval = oracle.confidence_interval()
-    assert name_of(comparison) == "kern against dense" and comparison.difference.seeds == 3
-    assert comparison.difference.verdict == "lower"
-    assert comparison.difference.p == pytest.approx(oracle.pvalue)
-    assert comparison.difference.low == pytest.approx(interval.low)
-    assert comparison.difference.high == pytest.approx(interval.high)
-    assert len(notes) == 1 and notes[0].startswith(
-        "incomplete: dense lacks seed 0; kern lacks seed 2. "
-    )
-    table = tables.build_loss_table(group)
-    row, other = table.lines
-    assert table.columns[-1] == "1,000" and row[:2] == ["**dense**", "4"]
-    losses = [loss_of(run) for run in kern]
-    assert other[-1] == f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}"
-    (group,) = load_groups(kern[0], dense[0])
-    assert compare_group(group) == []
-
-
-@pytest.mark.parametrize("seeds, said", [(1, "1 seed"), (2, "2 seeds")])
-def test_few_seeds_have_an_interval_over_documents_that_decides_nothing(tmp_path, seeds, said):
-    runs = make_seeds(tmp_path, {"kern": 1.5, "tanh": 2.0}, seeds, noise=0.01, documents=4)
-    (group,) = load_groups(*runs)
-    (comparison,) = compare_group(group, "tanh", margin=9)
-    windows = [np.array(Run(run).evaluations[1000]["val/window_losses"]) for run in runs]
-    apart = np.mean(windows[:seeds], 0) - np.mean(windows[seeds:], 0)
-    oracle = stats.ttest_1samp(apart.reshape(4, -1).mean(1), 0).confidence_interval()
-    assert comparison.difference.low == pytest.approx(oracle.low)
-    (row,) = tables.build_pairs_table(group, [comparison]).lines
-    assert row[3:] == ["documents", f"**undecided ({said})**", "-"]
-    del group.runs[-1].evaluations[1000]["val/window_losses"]  # of the last seed alone
-    (comparison,) = compare_group(group, "tanh")
-    assert comparison.difference.over == "" and math.isnan(comparison.difference.low)
-
-
-def test_which_variants_are_compared(tmp_path):
-    """Of one router those that differ in one option, of two routers those most alike."""
-    given = [("kern", 1), ("kern", 3), ("softmax", 1), ("softmax", 3), ("tanh", 18)]
-    runs = []
-    for router, scale in given:
-        folder = tmp_path / f"{router}{scale}"
-        own = [f"model.router={router}", f"model.gate_scale={scale}"]
-        runs.append(make_run(folder, *own, end=2 + scale / 100))
-    (group,) = load_groups(*runs)
-    comparisons = compare_group(group)
-    pairs = {name_of(comparison).replace(", gate_scale ", "") for comparison in comparisons}
-    assert len(pairs) == len(comparisons)
-    assert pairs == {
-        "kern3 against kern1",
-        "softmax3 against softmax1",
-        "softmax1 against kern1",
-        "softmax3 against kern3",
-        "tanh18 against kern1",
-        "tanh18 against kern3",
-        "tanh18 against softmax1",
-        "tanh18 against softmax3",
+def test_the_table_of_runs(tmp_path):
+    """Settings in the order they came in; of each the finished runs by loss, then the others."""
+    branch = ["optim.schedule=wsd", "train.branch_from=runs/trunk/"]
+    runs = {
+        "a": make_run(tmp_path / "a", "model.n_layer=3", *branch),
+        "b": make_run(tmp_path / "b", end=2.0),
+        "c": make_run(tmp_path / "c", "model.router=tanh", "run.seed=2", end=1.5),
+        "d": make_run(tmp_path / "d", "run.seed=4", until=0.3),
+        "e": make_run(tmp_path / "e", "run.seed=6", until=0.7),
+        "f": make_run(tmp_path / "f", "run.seed=8", until=0.5, end=1.0),
     }
-    tanh = next(variant for variant in group.variants if variant.router == "tanh")
-    apart = collect_differences(group, tanh, "kern")  # from the first of two as like it
-    assert apart[1000].mean == pytest.approx(0.17)
-    (only,) = group.find_counterparts(group.variants[0], "kern")
-    assert only.label == "kern, gate_scale 1"
-    (only,) = group.find_counterparts(group.variants[0], "tanh, gate_scale 18")
-    assert only.router == "tanh" and group.find_counterparts(only, "tanh") == []
-    first = make_run(tmp_path / "1", "model.gate_scale=1", "train.z_loss_coef=1")
-    second = make_run(tmp_path / "2", "model.gate_scale=2", "train.z_loss_coef=2")
-    (group,) = load_groups(first, second)
-    assert len(group.variants) == 2 and compare_group(group) == []
-    # a variant that is asked for is compared with all others
-    pair = compare_group(group, group.variants[1].label)[0]
-    assert (pair.left, pair.right) == tuple(group.variants)
-
-
-def test_no_pair_of_routers_flips_within_a_table(tmp_path):
-    """The baseline is one variant of kern; other variants of it are second too."""
-    runs = []
-    for router, scale in product(("softmax", "kern"), (1, 3)):
-        own = [f"model.router={router}", f"model.gate_scale={scale}"]
-        runs.append(make_run(tmp_path / f"{router}{scale}", *own))
-    (group,) = load_groups(*runs)
-    pairs = compare_group(group, "kern, gate_scale 1")
-    routers = {(pair.left.router, pair.right.router) for pair in pairs}
-    assert routers == {("softmax", "kern"), ("kern", "kern"), ("softmax", "softmax")}
-
-
-# ---- over a key
-def test_curves_over_a_key(tmp_path):
-    runs = make_curves(tmp_path)
-    (group,), notes = load(*runs, key="model.gate_norm")
-    assert (notes, group.xs, labels_of(group)) == ([], [1, 2, 8], ["tanh", "kern"])
-    table = tables.build_loss_table(group)
-    assert table.columns == ["model.gate_norm", "seeds", "1", "2", "8"]
-    kern, tanh = {}, {}
-    for x in (1, 2, 8):
-        kern[x] = np.array([loss_of(tmp_path / f"{x}/kern{seed}") for seed in range(4)])
-        tanh[x] = np.array([loss_of(tmp_path / f"{x}/tanh{seed}") for seed in range(4)])
-    means = [cell.split()[0] for cell in table.lines[1][2:]]
-    assert means == [f"{losses.mean():.4f}" for losses in kern.values()]
-    apart = {x: tanh[x] - kern[x] for x in (1, 2, 8)}
-    oracle = stats.ttest_1samp(np.mean(list(apart.values()), 0), 0)
-    (comparison,) = compare_group(group)
-    assert name_of(comparison) == "tanh against kern"
-    assert comparison.difference.p_value() == pytest.approx(oracle.pvalue)
-    (row,) = tables.build_pairs_table(group, [comparison], group.xs).rows
-    interval = stats.ttest_1samp(apart[2], 0).confidence_interval()
-    assert row["2"] == f"{apart[2].mean():+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
-    assert row["first is"] == "**higher**"
-
-
-def test_seeds_and_values_that_curves_lack(tmp_path):
-    lacking = ["2/kern3", "8/tanh0", "8/tanh1", *(f"8/kern{seed}" for seed in range(4))]
-    runs = [run for run in make_curves(tmp_path) if str(run.relative_to(tmp_path)) not in lacking]
-    (group,), (note,) = load(*runs, key="model.gate_norm")
-    missing = [
-        "tanh at gate_norm 8 lacks seed 0, 1",
-        "kern at gate_norm 2 lacks seed 3",
-        "kern at gate_norm 8 lacks seed 0, 1, 2, 3",
+    metrics = runs["e"] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 800, "tokens": 1, "val/loss": NaN}\n')
+    read, _ = read_runs(runs.values())
+    assert count_states(read) == "6 runs: 2 stopped, 3 finished, 1 failed"
+    table = build_overview(read, "kern")
+    columns = ["run", "settings", "state", "step", "train loss", "val loss", "note"]
+    assert table.columns == [*columns, "tokens/s", "trouble"]
+    rest = "n_layer 2, schedule cosine"
+    settings_of_a = "kern, seed 0, n_layer 3, schedule wsd, branch of runs/trunk"
+    wanted = [
+        ("a", settings_of_a, "finished", "1,000 of 1,000 100%", "lowest, baseline"),
+        ("c", f"tanh, seed 2, {rest}", "finished", "1,000 of 1,000 100%", "lowest"),
+        ("b", f"kern, seed 0, {rest}", "finished", "1,000 of 1,000 100%", "baseline"),
+        ("f", f"kern, seed 8, {rest}", "stopped", "500 of 1,000  50%", "baseline"),
+        ("d", f"kern, seed 4, {rest}", "stopped", "300 of 1,000  30%", "baseline"),
+        ("e", f"kern, seed 6, {rest}", "failed", "800 of 1,000  80%", "baseline"),
     ]
-    assert note.startswith(f"incomplete: {'; '.join(missing)}.")
-    (comparison,) = compare_group(group)
-    assert comparison.difference.seeds == 3  # those with both routers at both common values
-    rows = tables.build_loss_table(group).rows
-    assert [row["seeds"] for row in rows] == ["2 to 4", "3 to 4"]
-
-
-def test_keys_that_change_with_the_key(tmp_path):
-    """Here the length of training, too. The first router lacks the first value."""
-    runs = []
-    for router, n_embd, n_layer in (("kern", 64, 2), ("kern", 128, 4), ("tanh", 128, 4)):
-        own = [f"model.router={router}", f"model.n_embd={n_embd}", f"model.n_layer={n_layer}"]
-        own.append(f"train.max_steps={10 * n_embd}")
-        runs.append(make_run(tmp_path / f"{router}{n_embd}", *own, end=n_layer))
-    (group,), (note, incomplete) = load(*runs, key="model.n_embd")
-    assert labels_of(group) == ["tanh", "kern"] and group.xs == [64, 128]
-    assert note == "model.n_layer, train.max_steps changed with model.n_embd"
-    assert tables.describe_group(group).startswith("`mix-bytes`: 640 or 1,280 steps of")
-    losses = [f"{loss_of(run):.4f}" for run in runs]
-    lines = tables.build_loss_table(group).lines
-    assert [line[2:] for line in lines] == [["", losses[2]], losses[:2]]
-    assert incomplete.startswith("incomplete: tanh at n_embd 64 lacks seed 0.")
-    runs.append(make_run(tmp_path / "other", "data.name=other", *own))
-    _, notes = load(*runs, key="model.n_embd")
-    assert notes[1].startswith("mix-bytes: incomplete: tanh")
-    assert len(load_groups(*runs[:3], key="model.n_layer")) == 1
-
-
-@pytest.mark.parametrize("key, given, said", [
-    ("model.router", [1, 2], "expected a key that is a number"),
-    ("model.gate_nrm", [1, 2], "expected a key"),
-    ("model.gate_norm", [1, 1], "1 value(s) of it"),
-    ("run.seed", [1, 2], "seeds are the observations, not an axis"),
-])  # fmt: skip
-def test_bad_keys(tmp_path, key, given, said):
-    runs = [make_run(tmp_path / str(i), f"model.gate_norm={x}") for i, x in enumerate(given)]
-    with pytest.raises(ValueError) as error:
-        load(*runs, key=key)
-    assert f"--over {key}: " in str(error.value) and said in str(error.value)
+    for row, (name, settings, state, step, note) in zip(table.rows, wanted, strict=True):
+        assert (row["run"], row["settings"], row["state"]) == (str(runs[name]), settings, state)
+        assert (row["step"], row["note"]) == (step, note)
+        loss = "nan" if name == "e" else f"{loss_of(runs[name]):.4f}"
+        assert row["val loss"] == loss
+        speeds = list(read_series(runs[name], "perf/tokens_per_sec").values())[-5:]
+        assert row["tokens/s"] == f"{np.median(speeds):,.0f}"
+        assert row["trouble"] == ("val/loss is nan" if name == "e" else "")
 
 
 # ---- the paper's numbers
@@ -467,8 +512,7 @@ def test_numbers_are_those_compared_with_the_paper():
     assert digest.startswith("1e1bc6f5290e5894")
 
 
-@pytest.mark.usefixtures("without_pictures")
-def test_the_papers_losses_are_below_the_runs(tmp_path):
+def test_the_papers_losses(tmp_path):
     """As printed: in the order of the paper, with deviations and doubts."""
     file = CONFIG / "paper/books3_512.toml"
     (group,) = load_groups(make_run(tmp_path / "kern", file=file))
@@ -482,18 +526,7 @@ def test_the_papers_losses_are_below_the_runs(tmp_path):
     assert build_paper_table("controls_scale", group.values).rows == []
     # of runs with several numbers of experts, each of which has its own table in the paper
     values = {"model.n_expert": 64, "data.name": "arxiv"}
-    assert build_paper_table("sparsity", values).lines == [
-        ["softmax", "1.8781"],
-        ["kern", "1.8291"],
-    ]
+    lines = build_paper_table("sparsity", values).lines
+    assert lines == [["softmax", "1.8781"], ["kern", "1.8291"]]
     assert build_paper_table("sparsity", values | {"data.name": "books3"}).lines[1][1] == "3.3080"
     assert build_paper_table("sparsity", {"data.name": "arxiv"}).rows == []
-    arguments = [str(tmp_path / "kern"), "--experiment", "books3_512"]
-    report = read_report(make_report_parser("scripts.report", None).parse_args(arguments))
-    (section,) = build_sections(report, {}).values()
-    assert [table.title for table in section.tables][:2] == ["Losses", "The paper's losses"]
-    arguments[-1] = "small"
-    with pytest.raises(
-        ValueError, match="--experiment small: not a file in config/paper; .* books3_512"
-    ):
-        read_report(make_report_parser("scripts.report", None).parse_args(arguments))

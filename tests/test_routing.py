@@ -34,9 +34,7 @@ from eval.routing import (
 )
 from eval.trained import load_model, load_run
 from model import GPT
-from report import style
-from report.style import CYCLE, STYLES, choose_style
-from router import ROUTERS, Router, Routing
+from router import Router, Routing
 from runtime.metrics import read_metrics
 from scripts import draw
 
@@ -283,7 +281,7 @@ def test_agreement_that_cannot_exceed_chance():
     assert routing.tabulate_agreement([layer])[1] == [["3", "50% (25%)", "100% (100%)", "-"]]
 
 
-# ---- scripts/draw.py: the picture of a routing.json; report/style.py
+# ---- scripts/draw.py: the picture of a routing.json
 def test_loads_are_relative_to_the_layer(tmp_path, capsys, call):
     layers = [{"layer": 1, "loads": [30, 20, 6, 0]}, {"layer": 2, "loads": [28, 28, 28, 28]}]
     report = {"run": "kern", "step": 1000, "layers": layers}
@@ -317,17 +315,6 @@ HUGE = '{"run": "a", "step": 1, "layers": [{"layer": 0, "loads": [%s]}]}' % 10**
 @pytest.mark.parametrize("content", ["[]", "{}", '{"layers": 1}', "\x00", "[" * 10**5, HUGE])
 def test_another_file_is_refused(write, call, content):
     assert "not written by eval.routing" in call(draw.main, write(content, "file.json"), code=2)
-
-
-def test_every_router_has_a_style_of_its_own(monkeypatch):
-    markers = [marker for _, _, marker in [*STYLES.values(), *CYCLE]]
-    assert len(set(markers)) == len(markers)  # readable in black and white
-    names = [*ROUTERS, "someone's", "another's"]  # a new router needs no line in style.py
-    monkeypatch.setattr(style, "read_router_names", lambda: names)
-    formulas = ["relu, bias", "relu, gamma"]
-    styles = [repr(choose_style(name, formulas)) for name in names + formulas]
-    assert len(set(styles)) == len(styles)
-    assert choose_style("someone's") == choose_style("someone's", formulas)  # in every picture
 
 
 # ---- eval/traces.py: what a trace holds, replays against a loop that takes its experts by hand,

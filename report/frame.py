@@ -1,0 +1,381 @@
+"""Runs that can be compared, as groups with pandas frames of their numbers.
+
+A *variant* is a router with one choice of its options: what balances or scales its gates, and
+train.dtype, which follows the router by default. It has a run for each seed and, in a report over a
+key x, for each value of x. Runs of one *group* differ in router, options, seed and x alone: they
+have the same corpus, shape, schedule and validation windows. configure/schema.py says of each key
+whether it is an option, separates groups or is neutral.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations, product
+from statistics import median_low
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from configure.schema import KEYS, read_router_names, select_keys
+from report.compare import Difference, Verdict, clustered, judge, paired
+from report.labels import (
+    count_values,
+    describe,
+    find_text_mismatch,
+    find_varying,
+    format_value,
+    join_labels,
+)
+from runtime.runs import Run
+
+MIN_SEEDS = 3  # two seeds have one degree of freedom: the quantile of t is 12.7
+FIRST_IN_LABELS = select_keys("label", "first")
+LAST_IN_LABELS = select_keys("label", "last")
+# Keys in which variants of a group may differ besides the router, in the order of labels.
+OPTION_KEYS = [key for key in select_keys("report", "option") if key not in LAST_IN_LABELS]
+OPTION_KEYS += LAST_IN_LABELS
+SETTING_KEYS = select_keys("report", "setting")
+
+WINDOWS = "val/window_losses"
+DOCUMENTS = "val/window_documents"
+
+Place = tuple[Any, int]  # a value of the report's key, None without a key; a seed
+
+
+class Comparison(NamedTuple):
+    """Two variants and the difference of their losses, left minus right.
+
+    `over` says what the interval is over: "seeds", "documents", or nothing without an interval.
+    """
+
+    left: str
+    right: str
+    difference: Difference
+    over: str
+
+
+@dataclass(eq=False)
+class Group:
+    """Runs that can be compared; variants go by their labels.
+
+    Attributes:
+        values: values of the config's keys that all runs share.
+        key: the key of --over: losses at the end of each run are compared.
+        label: distinguishes the group from others; "" if there is only one.
+        runs: {variant: {place: run}}, the runs that are compared.
+        curves: {label: run}, the runs that are shown and not compared.
+    """
+
+    values: dict[str, Any]
+    key: str | None = None
+    label: str = ""
+    runs: dict[str, dict[Place, Run]] = field(default_factory=dict)
+    curves: dict[str, Run] = field(default_factory=dict)
+
+    @property
+    def compared(self) -> list[Run]:
+        """The runs that are compared."""
+        return [run for of_variant in self.runs.values() for run in of_variant.values()]
+
+    @property
+    def shown(self) -> list[Run]:
+        """The runs that are compared, then the others."""
+        return [*self.compared, *self.curves.values()]
+
+    def first_run(self, variant: str) -> Run:
+        return next(iter(self.runs[variant].values()))
+
+    def router(self, variant: str) -> str:
+        return self.first_run(variant).config.model.router
+
+    def series(self, name: str) -> pd.DataFrame:
+        """A measure: columns (variant, seed), rows steps, or values of the key at runs' ends."""
+        columns: dict[tuple[str, int], dict] = {}
+        for variant, of_variant in self.runs.items():
+            for (x, seed), run in of_variant.items():
+                values = {s: value for s, value in run.series(name).items() if s <= run.max_steps}
+                if self.key and values:
+                    values = {x: values[max(values)]}
+                columns.setdefault((variant, seed), {}).update(values)
+        return pd.DataFrame(columns, dtype=float).sort_index()
+
+    @cached_property
+    def losses(self) -> pd.DataFrame:
+        """Validation losses; see `series`. Without a key at the steps that all runs have."""
+        losses = self.series("val/loss")
+        return losses if self.key else losses.dropna()
+
+    @property
+    def ends(self) -> list[Any]:
+        """The rows of `losses` that are compared: all values of the key, or the last step."""
+        rows = list(self.losses.index)
+        return rows if self.key else rows[-1:]
+
+    def evaluation(self, variant: str, row: Any, seed: int) -> dict[str, Any]:
+        """The line of metrics.jsonl that has the loss in a row of `losses`."""
+        run = self.runs[variant][row if self.key else None, seed]
+        return run.evaluations[run.max_steps if self.key else row]
+
+    def compare(self, left: str, right: str, rows: Sequence[Any]) -> Comparison | None:
+        """Mean over rows of `losses` of the left one's minus the right one's.
+
+        It pairs the seeds that both have at every row at which they share one; None without any.
+        With fewer than MIN_SEEDS seeds the interval is over documents, and has no p-value.
+        """
+        apart = pd.DataFrame(self.losses[left] - self.losses[right]).loc[list(rows)]
+        apart = apart.dropna(how="all").dropna(axis="columns")
+        if apart.empty:
+            return None
+        difference = paired(apart.mean())
+        if difference.n >= MIN_SEEDS:
+            return Comparison(left, right, difference, "seeds")
+        windows = []
+        documents = np.empty(0)
+        for row, seed in product(apart.index, map(int, apart.columns)):
+            first = self.evaluation(left, row, seed)
+            second = self.evaluation(right, row, seed)
+            if {WINDOWS, DOCUMENTS} <= first.keys() and WINDOWS in second:
+                windows.append(np.subtract(first[WINDOWS], second[WINDOWS]))
+                documents = first[DOCUMENTS]
+        low = high = math.nan
+        if len(windows) == apart.size:
+            _, low, high, _, _ = clustered(np.mean(windows, axis=0), documents)
+        over = "" if math.isnan(low) else "documents"
+        return Comparison(left, right, difference._replace(low=low, high=high, p=math.nan), over)
+
+    def count_differing(self, left: str, right: str) -> float:
+        """The number of options that differ between two variants; infinite if no seed is shared."""
+        if self.runs[left].keys().isdisjoint(self.runs[right]):
+            return math.inf
+        options = [list_options(self.first_run(v), self.key) for v in (left, right)]
+        return sum(a != b for a, b in zip(*options, strict=True))
+
+    def find_counterparts(self, variant: str, name: str) -> list[str]:
+        """The variant of a name, or those of another router of that name.
+
+        Of those that share a seed with `variant` the ones with the fewest options that differ.
+        """
+        distances = {}
+        for other in self.runs:
+            is_other_router = self.router(other) == name != self.router(variant)
+            if other != variant and (other == name or is_other_router):
+                distances[other] = self.count_differing(variant, other)
+        nearest = min(distances.values(), default=math.inf)
+        return [other for other in distances if distances[other] == nearest < math.inf]
+
+
+def find_pairs(group: Group, baseline: str) -> list[tuple[str, str]]:
+    """Variants to compare: of one router with one other option, of two routers with similar ones.
+
+    The baseline, a router or a variant's label, is the second of its pairs. If it is a variant, it
+    is compared with all others.
+    """
+    routers = {variant: group.router(variant) for variant in group.runs}
+    last_router = routers.get(baseline, baseline)  # second, so that no pair of routers flips
+    pairs = []
+    # reversed, because routers that a user added come first in a pair
+    for left, right in combinations(reversed(group.runs), 2):
+        if baseline == left or routers[left] == last_router != routers[right]:
+            left, right = right, left
+        is_natural = group.count_differing(left, right) == 1
+        if routers[left] != routers[right]:
+            of_left = group.find_counterparts(left, routers[right])
+            is_natural = right in of_left or left in group.find_counterparts(right, routers[left])
+        if is_natural or baseline == right:
+            pairs.append((left, right))
+    return pairs
+
+
+def compare_group(
+    group: Group, baseline: str = "kern", margin: float = 0.0
+) -> list[tuple[Comparison, Verdict]]:
+    """Every pair of a group at the end, as one family. Nothing is compared before training."""
+    found = []
+    if group.key or any(group.ends):
+        for left, right in find_pairs(group, baseline):
+            comparison = group.compare(left, right, group.ends)
+            if comparison is not None:
+                found.append(comparison)
+    verdicts = judge([comparison.difference for comparison in found], margin)
+    return list(zip(found, verdicts, strict=True))
+
+
+def group_runs(runs: Sequence[Run], key: str | None = None) -> tuple[list[Group], list[str]]:
+    """Sort runs into groups, with notes on runs that are not compared and on what is incomplete.
+
+    Args:
+        runs: in any state.
+        key: of a report over a key.
+
+    Raises:
+        ValueError: the key is not a number, or the runs have one value of it.
+    """
+    notes = [fault for run in runs for fault in run.faults]
+    group_keys = SETTING_KEYS
+    if key is not None:
+        tied_keys = find_tied_keys([run for run in runs if run.is_finished], key)
+        if tied_keys:
+            notes.append(f"{', '.join(tied_keys)} changed with {key}")
+        group_keys = [other for other in SETTING_KEYS if other not in (key, *tied_keys)]
+    by_setting: dict[tuple, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: order_run(run, key)):
+        by_setting.setdefault(run.values(group_keys), []).append(run)
+    option_keys = choose_label_keys(runs, key)
+    groups = []
+    for values, of_setting in by_setting.items():
+        group = Group(dict(zip(group_keys, values, strict=True)), key)
+        notes += add_runs(group, of_setting, option_keys)
+        fault = find_fault(group)
+        if fault:
+            notes.append(f"left out: {fault}")
+        elif group.shown:
+            groups.append(group)
+    label_groups(groups)
+    return groups, [*notes, *filter(None, map(describe_gaps, groups))]
+
+
+def find_tied_keys(runs: Sequence[Run], key: str) -> list[str]:
+    """Keys that vary with `key`, having one value for each of its values.
+
+    Such are the sizes of a larger model.
+
+    Raises:
+        ValueError: `key` is not a number, or the runs have one value of it.
+    """
+    if KEYS.get(key, {}).get("type") not in ("integer", "number") or key == "run.seed":
+        raise ValueError(
+            f"--over {key}: expected a key that is a number, such as optim.lr, and not the seed"
+        )
+    n_values = count_values(runs, [key])
+    if n_values < 2:
+        raise ValueError(
+            f"--over {key}: the runs that ended have {n_values} value(s) of it; a curve needs two"
+        )
+    varying = find_varying(runs, [other for other in SETTING_KEYS if other != key])
+    return [other for other in varying if count_values(runs, [key, other]) == n_values]
+
+
+def add_runs(group: Group, runs: Sequence[Run], option_keys: Sequence[str]) -> list[str]:
+    """Add the runs of a setting to its group: those that are compared, and the others as curves.
+
+    Of two compared runs of one variant and seed the one that was evaluated further counts.
+
+    Returns:
+        A note on each run that is not compared.
+    """
+    compared = choose_compared(runs, group.key)
+    notes = []
+    for run in runs:
+        options = [format_value(key, run.value(key)) for key in option_keys]
+        variant = join_labels([run.config.model.router, *options])
+        if run in compared:
+            x = None if group.key is None else run.value(group.key)
+            first = group.runs.setdefault(variant, {}).setdefault((x, run.seed), run)
+            if first is not run:
+                rival = f"{first.path} has the same settings and seed"
+                notes.append(f"{run.path} is left out: {rival}")
+            continue
+        notes.append(f"{run.path} is not compared: {run.progress}")
+        fault = find_text_mismatch([*compared[:1], run])
+        if fault:
+            notes.append(f"left out: {fault}")
+        elif run.evaluations and group.key is None:
+            group.curves[f"{variant}, {run.path.name}, {run.status.state}"] = run
+    return notes
+
+
+def choose_compared(runs: Sequence[Run], key: str | None) -> list[Run]:
+    """The runs of a setting whose losses are compared. It decides this for every reader.
+
+    They are those that finished. Where none did, and there is no key, they are those that may still
+    finish and were evaluated as far as most of them. So neither a run that has just started nor one
+    that failed moves the step that is compared.
+    """
+    finished = [run for run in runs if run.is_finished]
+    started = [run for run in runs if run.status.state != "failed" and run.last_evaluated > 0]
+    if finished or key or not started:
+        return finished
+    reached_by_most = median_low(run.last_evaluated for run in started)
+    return [run for run in started if run.last_evaluated >= reached_by_most]
+
+
+def choose_label_keys(runs: Sequence[Run], key: str | None) -> list[str]:
+    """The options that labels of variants name: those that vary.
+
+    Keys that the schema labels last are named only where a router has several values of them.
+    """
+    n_routers = count_values(runs, ["model.router"])
+    chosen = []
+    for other in find_varying(runs, [other for other in OPTION_KEYS if other != key]):
+        is_needed = other not in LAST_IN_LABELS
+        if is_needed or count_values(runs, ["model.router", other]) > n_routers:
+            chosen.append(other)
+    return chosen
+
+
+def list_options(run: Run, key: str | None) -> tuple:
+    """A run's values of the options that a report over a key has variants of."""
+    return run.values([other for other in OPTION_KEYS if other != key])
+
+
+def order_run(run: Run, key: str | None) -> tuple:
+    """A sort key: routers in the order of router.py, formulas after them, then options."""
+    routers = read_router_names()
+    router = run.config.model.router
+    place = routers.index(router) if router in routers else len(routers)
+    return place, router, *list_options(run, key), -run.last_evaluated, run.seed
+
+
+def label_groups(groups: list[Group]) -> None:
+    """Label each group by no more keys than distinguish them, and sort them by these keys.
+
+    Keys that the schema labels first are chosen before others.
+    """
+    runs = [group.shown[0] for group in groups]
+    chosen: list[str] = []
+    varying = find_varying(runs, groups[0].values) if groups else []
+    for key in sorted(varying, key=lambda key: key not in FIRST_IN_LABELS):
+        if count_values(runs, [*chosen, key]) > count_values(runs, chosen):
+            chosen.append(key)
+    chosen.sort(key=SETTING_KEYS.index)
+    for group, run in zip(groups, runs, strict=True):
+        group.label = join_labels(dict.fromkeys(describe(run, key) for key in chosen))
+    groups.sort(key=lambda group: [group.values[key] for key in chosen])
+
+
+def find_fault(group: Group) -> str:
+    """Why the runs of a group cannot be compared; "" if they can."""
+    if group.runs and group.losses.empty:
+        folders = ", ".join(str(run.path) for run in group.compared)
+        return f"{folders}: evaluated at no common step"
+    return find_text_mismatch(group.compared)
+
+
+def describe_gaps(group: Group) -> str:
+    """A note on the unfinished runs of a group, and on seeds and values that variants lack.
+
+    "" without any.
+    """
+    gaps = [f"{run.path} ({run.progress})" for run in group.compared if not run.ended]
+    seeds = sorted({run.seed for run in group.compared})
+    columns = pd.MultiIndex.from_product([list(group.runs), seeds])
+    is_lacking = group.losses.loc[group.ends].reindex(columns=columns).isna()
+    for variant, row in product(group.runs, group.ends):
+        lacking = is_lacking.loc[row, variant]
+        if lacking.any():
+            at_row = f" at {format_value(group.key, row)}" if group.key else ""
+            missing = ", ".join(map(str, lacking.index[lacking]))
+            gaps.append(f"{variant}{at_row} lacks seed {missing}")
+    if not gaps:
+        return ""
+    compared_at = "the end of each run"
+    if group.key is None:
+        max_steps = max(run.max_steps for run in group.compared)
+        compared_at = f"step {group.ends[0]:,} of {max_steps:,}"
+    note = (
+        f"incomplete: {'; '.join(gaps)}. "
+        f"Losses are compared at {compared_at}, by the seeds that both arms have"
+    )
+    return f"{group.label}: {note}" if group.label else note

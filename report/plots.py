@@ -1,0 +1,192 @@
+"""How pictures look: one style and a few functions for everything that draws, by plain matplotlib.
+
+    figure, (left, right) = make_figure(2)
+    plot_curve(left, "kern", points, choose_styles(["kern"])[0])
+    set_frame(left, [points])
+    add_legend(figure)
+    figure.savefig("losses.png")
+
+The report, scripts.fit and scripts.draw use it. A picture shows zero and whole intervals, has one
+legend for all its panels, and can be read in grey: routers differ in marker and line style.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+
+from configure.schema import read_router_names
+
+DENSE_DOTS = (0, (1, 1))
+LONG_DASHES = (0, (7, 2))
+# Router: colour, line style, marker. The colours, mostly Okabe and Ito's, tell colour-blind readers
+# routers apart: KERN's family is warm, softmax's blue, sigmoid's green. Others are black.
+STYLES = {
+    "dense": ("#555555", DENSE_DOTS, "x"),
+    "softmax": ("#0072B2", "--", "s"),
+    "sigmoid": ("#009E73", "-.", "^"),
+    "tanh": ("#CC79A7", ":", "v"),
+    "kern": ("#D55E00", "-", "o"),
+    "kern-norelu": ("#E69F00", "--", "D"),
+    "kern-after": ("#E69F00", "-.", "P"),
+    "kern-mc": ("#A33B00", LONG_DASHES, "*"),
+    "kern-nogamma": ("#A33B00", ":", "d"),
+    "kern-nobias": ("#A33B00", "-.", "p"),
+    "softmax-renorm": ("#56B4E9", "-", "<"),
+    "sigmoid-renorm": ("#00583F", "--", ">"),
+    "sqrtsoftplus": ("#00583F", ":", "h"),
+    "softmax-l2": ("#003F63", LONG_DASHES, "X"),
+    "sqrtgate": ("#003F63", ":", "8"),
+}
+# Okabe and Ito's, for curves of one picture whose own colours are not distinct
+DISTINCT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+GREY = "#999999"  # of curves that do not lead
+FREE_MARKERS = "H1234+|_"  # of routers that are not in STYLES
+PANEL = (4.2, 3.0)  # width and height in inches
+MAX_POINTS = 60  # of a curve; more are averaged, because training losses are noisy
+MAX_BARS = 12  # points of a curve whose intervals are bars; more are a band
+
+
+def choose_styles(routers: Sequence[str]) -> list[dict[str, Any]]:
+    """Keyword arguments of `plot` for curves of one picture: color, linestyle, marker.
+
+    A router has the same style in every picture. Where two colours are equal, all get others.
+    """
+    names = dict.fromkeys([*read_router_names(), *routers])
+    free = {
+        name: FREE_MARKERS[i % 8] for i, name in enumerate(sorted(names.keys() - STYLES.keys()))
+    }
+    styles = []
+    for router in routers:
+        colour, line, marker = STYLES.get(router) or ("black", "-", free[router])
+        styles.append({"color": colour, "linestyle": line, "marker": marker})
+    if len({style["color"] for style in styles}) < len(styles) <= len(DISTINCT):
+        for style, colour, marker in zip(styles, DISTINCT, "os^DvP", strict=False):
+            style |= {"color": colour, "marker": marker}
+    return styles
+
+
+def make_figure(
+    n_panels: int = 1, columns: int = 2, size: tuple[float, float] = PANEL
+) -> tuple[Figure, list[Axes]]:
+    """A figure with panels of a size in inches, at most `columns` side by side, and their axes."""
+    columns = min(columns, n_panels)
+    n_rows = math.ceil(n_panels / columns)
+    figure = Figure((size[0] * columns, size[1] * n_rows), dpi=144, layout="constrained")
+    axes = [figure.add_subplot(n_rows, columns, number + 1) for number in range(n_panels)]
+    for panel in axes:
+        panel.grid(alpha=0.3)
+    return figure, axes
+
+
+def summarize_range(values: pd.DataFrame) -> pd.DataFrame:
+    """The points of a curve: columns mean, low and high, the range over the columns of `values`.
+
+    Neighbours of many points are averaged, at the last one's place.
+    """
+    points = pd.DataFrame(
+        {"mean": values.mean(axis=1), "low": values.min(axis=1), "high": values.max(axis=1)}
+    ).dropna()
+    if len(points) <= MAX_POINTS:
+        return points
+    parts = np.arange(len(points)) * MAX_POINTS // len(points)
+    averaged = points.groupby(parts).mean()
+    averaged.index = points.index.to_series().groupby(parts).last()
+    return averaged
+
+
+def plot_curve(axes: Axes, label: str, points: pd.DataFrame, style: dict[str, Any]) -> None:
+    """Plot a curve with its intervals.
+
+    Args:
+        axes: where.
+        label: in the legend.
+        points: columns mean, low and high; the index has the places on the x-axis.
+        style: of `choose_styles`.
+    """
+    (line,) = axes.plot(points.index, points["mean"], label=label, **style)
+    line.set_markersize(4 if len(points) <= MAX_BARS else 2)
+    if len(points) <= MAX_BARS:
+        axes.vlines(points.index, points["low"], points["high"], color=style["color"], alpha=0.5)
+    else:
+        axes.fill_between(
+            points.index, points["low"], points["high"], color=style["color"], alpha=0.15, lw=0
+        )
+
+
+def set_frame(
+    axes: Axes, curves: Sequence[pd.DataFrame], is_over_steps: bool = True, has_zero: bool = False
+) -> None:
+    """Choose the y-axis: whole intervals of the last three quarters of the steps, and zero.
+
+    The start of training would swallow the rest; arrows in the title say how far it goes.
+
+    Args:
+        axes: which has its title.
+        curves: points, as in `plot_curve`.
+        is_over_steps: else whole intervals of all points are shown.
+        has_zero: zero is in the frame, as a line.
+    """
+    points = pd.concat(curves).ffill(axis=1)  # an interval that is unknown is its mean
+    late = points[points.index >= points.index.max() / 4] if is_over_steps else points
+    low, high = late["low"].min(), late["high"].max()
+    if has_zero:
+        axes.axhline(0, color="black", linewidth=0.8)
+        low, high = min(low, 0), max(high, 0)
+    margin = 0.08 * (high - low or abs(high) or 1)
+    axes.set_ylim(low - margin, high + margin)
+    title = axes.get_title("left")
+    if points["high"].max() > high + margin:
+        title += f"\n↑ up to {points['high'].max():.3g}"
+    if points["low"].min() < low - margin:
+        title += f"\n↓ down to {points['low'].min():.3g}"
+    axes.set_title(title, loc="left", fontsize=10)
+
+
+def scale_key(axes: Axes, values: Sequence[float], labels: Sequence[str]) -> None:
+    """Make a factor of 2 on the x-axis, and the way from 0 to the smallest value, equally long."""
+    smallest = min((abs(value) for value in values if value), default=1)
+    axes.set_xscale("symlog", base=2, linscale=0.5, linthresh=smallest)
+    axes.set_xticks(values, labels, rotation=90 if len(values) > 6 else 0)
+    axes.minorticks_off()
+
+
+def add_legend(figure: Figure) -> None:
+    """Add one legend below all panels; a label that several have is there once."""
+    handles = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
+    columns = round(figure.get_figwidth() / PANEL[0])
+    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(handles) / columns))
+    figure.legend(handles.values(), handles, loc="outside lower left", frameon=False, ncols=columns)
+
+
+def plot_loads(axes: Axes, loads: np.ndarray) -> None:
+    """Plot how many tokens experts get, in greys; × marks those without a token.
+
+    Args:
+        axes: where.
+        loads: (rows, E) relative to an even share; NaN where a row has fewer experts.
+    """
+    scale = PowerNorm(0.5, vmin=0, vmax=np.nanmax(loads))  # a root shows small loads
+    image = axes.imshow(loads, cmap="Greys", norm=scale, aspect="auto", interpolation="nearest")
+    rows, experts = np.nonzero(loads == 0)
+    axes.plot(experts, rows, "x", color="#D55E00", markersize=3, scalex=False, scaley=False)
+    axes.grid(visible=False)
+    axes.figure.colorbar(image, ax=axes, label="load, 1 = even share (×: no token)")
+
+
+def to_svg(figure: Figure) -> bytes:
+    """The figure as an SVG file: the same bytes for the same data, and text as text."""
+    output = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):
+        figure.savefig(output, format="svg", metadata={"Date": None})
+    return output.getvalue()
