@@ -111,7 +111,7 @@ def read_initial_weights(config: Config) -> Weights:
     place = Path(config.train.init_from)
     data = config.data.folders[0]  # all have one tokenizer
     try:
-        source = _read_folder(place, config.model, data)
+        source = _read_folder(place, data)
         overrides = _list_overrides(source, config.model)
         if overrides:
             raise RunError(
@@ -148,13 +148,14 @@ def _list_overrides(source: Source, model: Model) -> list[str]:
         keys.append("n_kv_head")
     if old.vocab_size > model.vocab_size:
         keys.append("vocab_size")
-    needed = {key: getattr(old, key) for key in keys if getattr(old, key) != getattr(model, key)}
-    if not model.bias and _has_biases(source.state):
-        needed["bias"] = True
+    if _has_biases(source.state):
+        keys.append("bias")
     overrides = []
-    for key, value in needed.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        overrides.append(f"--model.{key}={text}")
+    for key in keys:
+        value = getattr(old, key)
+        if value != getattr(model, key):
+            text = value if isinstance(value, str) else json.dumps(value)
+            overrides.append(f"--model.{key}={text}")
     return overrides
 
 
@@ -239,10 +240,10 @@ def _meta_state(model: Model) -> dict[str, Tensor]:
         return GPT(model).state_dict()
 
 
-def _read_folder(place: Path, model: Model, data: Path) -> Source:
-    """The model in `place`, of any kind, for a run of `model` on the data set `data`."""
+def _read_folder(place: Path, data: Path) -> Source:
+    """The model in `place`, of any kind, for a run on the data set `data`."""
     if (place / "config.json").is_file():
-        source = _read_transformers(place, model, data)
+        source = _read_transformers(place, data)
     elif (place / "config.toml").is_file():
         source = _read_run(place, data)
     elif place.name == NANOGPT_FILE or (place / NANOGPT_FILE).is_file():
@@ -272,7 +273,7 @@ def _read_run(place: Path, data: Path) -> Source:
     return Source(description, trained.config.model, trained.lazy, [])
 
 
-def _read_transformers(place: Path, model: Model, data: Path) -> Source:
+def _read_transformers(place: Path, data: Path) -> Source:
     """A folder that transformers or scripts.export wrote."""
     settings = read_json(place / "config.json", dict[str, Any])
     kind = str(settings.get("model_type"))
@@ -282,7 +283,7 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Source:
             f"config.json: model_type is {kind!r}, expected one of {kinds}; use other weights"
         )
     form = FORMATS[kind]
-    described = _read_model(form, settings, model.top_k)
+    described = _read_model(form, settings)
     tensors, notes = read_tensors(place, settings)
     tensors = LazyTensors(form.unify_names(tensors.makers))
     # older files have it, too, where it is the embedding
@@ -311,8 +312,8 @@ def _join(tensors: Mapping[str, Tensor], row: Row) -> Tensor:
     return row.join([tensors[name] for name in row.names])
 
 
-def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
-    """The [model] of a config.json; a dense MLP has `top_k` experts if its width can be divided."""
+def _read_model(form: Format, settings: dict[str, Any]) -> Model:
+    """The [model] of a config.json; a dense MLP is one expert."""
     try:
         model = Model(**form.read_config(settings))
     except ValidationError as error:
@@ -333,9 +334,6 @@ def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
             f"config.json: head_dim is {head_dim!r}, and model.py computes {width} only; "
             f"use another model"
         )
-    if model.router == "dense" and model.expert_hidden % top_k == 0:
-        update = {"top_k": top_k, "expert_hidden": model.expert_hidden // top_k}
-        return model.model_copy(update=update)
     return model
 
 
@@ -349,11 +347,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], expected: dict[str, Tensor]) ->
                 f"config.json and the weights do not match: {name} is {shape}, "
                 f"expected {wanted}; download both again"
             )
-        if name.endswith("hash_table"):
-            n_expert = len(expected[name.replace("hash_table", "weight")])
-            if not torch.isin(tensors[name], torch.arange(n_expert)).all():
-                raise RunError(f"{name} names experts that do not exist; download it again")
-        elif tensors[name].dtype not in FLOATS:
+        if not name.endswith("hash_table") and tensors[name].dtype not in FLOATS:
             raise RunError(
                 f"{name} ({tensors[name].dtype}) is not floating point; "
                 f"use weights that are not quantized"

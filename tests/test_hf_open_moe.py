@@ -16,13 +16,12 @@ from runs import REPO_ROOT, all_logits, run
 from safetensors.torch import load_file, save_file
 from test_hf_init_from import DENSE, LOGITS, edit, ids, make_gpt2, refused, remedy, start
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 import configure
 import train
-from data import DataError, prepare
-from data.bins import open_tokenizer, open_tokens, read_meta
-from data.tokenizer import load_tokenizer, token_bytes
+from data import prepare
+from data.bins import open_tokenizer
 from eval.trained import load_model, load_run
 from hf.export import export
 from hf.formats import FORMATS
@@ -171,18 +170,9 @@ DAMAGES = {
     "head_dim is 16, and model.py computes 8 only": {"head_dim": 16},
     "a value has the wrong type": {"rope_parameters": "default"},
     "hidden_size missing": {"hidden_size": None},
-    "use_sliding_window is True": {"sliding_window": 16, "use_sliding_window": True},
-    "quantization_config is {'bits': 8}": {"quantization_config": {"bits": 8}},
-    "norm_topk_prob is 'true'": {"norm_topk_prob": "true"},
     "tie_word_embeddings is true, and lm_head.weight differs from": {"tie_word_embeddings": True},
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
-    "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
     "model_type is 'llama'": {"model_type": "llama"},
-    "sliding_window is 16, and": {
-        "model_type": "mixtral",
-        "sliding_window": 16,
-        "use_sliding_window": False,
-    },
     "experts.w_in contains NaN or Inf": {GATE: torch.full((16, 32), torch.nan)},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
     f"{GATE} is missing": {GATE: None},
@@ -193,27 +183,16 @@ DAMAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    place = tmp_path_factory.mktemp("qwen3")
-    make_model("qwen3_moe").save_pretrained(place)
-    return json.loads((place / "config.json").read_text()), load_file(place / "model.safetensors")
-
-
 @pytest.mark.parametrize("words", DAMAGES)
-def test_damage_is_refused(tiny, tmp_path, qwen3, words):
-    settings, state = (dict(table) for table in qwen3)
+def test_damage_is_refused(tiny, tmp_path, folders, words):
+    settings, state = (dict(table) for table in folders["qwen3_moe"])
     for key, value in DAMAGES[words].items():
         table = state if key.startswith("model.") else settings
         table[key] = value
-    write_folder(
-        tmp_path / "theirs",
-        settings,
-        {key: value for key, value in state.items() if value is not None},
-    )
-    assert words in refused(
-        tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"])
-    )
+    state = {key: value for key, value in state.items() if value is not None}
+    write_folder(tmp_path / "theirs", settings, state)
+    config = tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"])
+    assert words in refused(config)
 
 
 def write_folder(place, settings, state):
@@ -477,118 +456,81 @@ def test_any_change_is_refused_or_computed(tiny, tmp_path, folders, examples):
     check()
 
 
-# ---- data.prepare --tokenizer FOLDER: a tokenizer.json of Hugging Face, from text to an export and
-# back
-TEXTS = [
-    f"The {word} of page {i} is naïve, isn't it? 日本語 🙂\n"
-    for i in range(40)
-    for word in ("kernel", "router")
-]
-SPECIAL = ["<pad>", "<|end|>"]
+# ---- data.prepare --tokenizer FOLDER: a tokenizer.json of Hugging Face, to an export and back
+TEXTS = [f"the {word} of page {i} is plain\n" for i in range(40) for word in ("kernel", "router")]
+SPECIAL = ["<unk>", "<|end|>"]
 
 
-@pytest.fixture(scope="module", params=["bytes", "words"])
-def folder(request, tmp_path_factory):
-    """Byte-level pieces as OLMoE's, or words with ▁ and single bytes as Mixtral's; both add a token
-    to each text.
+@pytest.fixture(scope="module", params=["bytes", "words", "unigram"])
+def prepared(request, tmp_path_factory):
+    """A tokenizer's folder, and a set: pieces of bytes as OLMoE's, words with ▁ as Mixtral's, or
+    pieces with scores. The first adds a token to each text, which data.prepare does not.
     """
     place = tmp_path_factory.mktemp("models") / "their-model"
-    size = {"vocab_size": 400, "special_tokens": SPECIAL}
     place.mkdir()
-    made = Tokenizer(models.BPE(byte_fallback=request.param == "words", unk_token=None))
+    settings = {"vocab_size": 300, "special_tokens": SPECIAL, "show_progress": False}
+    if request.param == "unigram":
+        made = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(unk_token="<unk>", **settings)
+    else:
+        made = Tokenizer(models.BPE(unk_token=None))
+        settings["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(**settings)
     if request.param == "bytes":
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = decoders.ByteLevel()
-        size["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
     else:
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-        fallback = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        made.decoder = decoders.Sequence(fallback)
-        size["special_tokens"] = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))]
-    made.train_from_iterator(TEXTS[:60], trainers.BpeTrainer(**size, show_progress=False))
+        made.decoder = decoders.Metaspace(prepend_scheme="never")
+    made.train_from_iterator(TEXTS, trainer)
     made.post_processor = processors.TemplateProcessing(
-        single="<pad> $A", special_tokens=[("<pad>", 0)]
+        single="<unk> $A", special_tokens=[("<unk>", 0)]
     )
     made.save(str(place / "tokenizer.json"))
     (place / "config.json").write_text(json.dumps({"eos_token_id": 1}))
-    return place
-
-
-@pytest.fixture
-def prepared(folder, tmp_path):
-    source = tmp_path / "text.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     words = [
         "text",
         "--source",
-        source,
+        place / "text.jsonl",
         "--tokenizer",
-        folder,
+        place,
         "--out",
-        tmp_path / "data",
-        "--val-fraction",
-        "0.2",
+        place / "data",
     ]
-    assert prepare.main([*map(str, words)]) == 0
-    return tmp_path / "data/text"
+    assert prepare.main([*map(str, words), "--val-fraction", "0.2"]) == 0
+    return place
 
 
-def test_texts_come_back(folder, prepared):
-    tokenizer, meta = open_tokenizer(prepared), read_meta(prepared)
-    assert (
-        (tokenizer.name, tokenizer.eot)
-        == ("their-model", 1)
-        == (meta.tokenizer["name"], meta.tokenizer["eot"])
-    )
-    tokens = open_tokens(prepared, "train")
-    ids = tokens.read(0, len(tokens)).tolist()
-    assert ids[-1] == 1 and 0 not in ids and ids.count(1) == meta.splits["train"].documents
-    texts = tokenizer.decode(ids).split("<|end|>")
-    assert set(texts[:-1]) <= set(TEXTS)
-    ids = tokenizer.encode("a <|end|> b \ud800")
-    assert 1 not in ids and tokenizer.decode(ids) == "a <|end|> b \ufffd"  # as text
-    of_ids = token_bytes(tokenizer)
-    assert of_ids[0] == of_ids[1] == b"" and len(of_ids) == tokenizer.vocab_size
-    for text in TEXTS[::9]:
-        assert b"".join(of_ids[i] for i in tokenizer.encode(text)) == text.encode()
-
-
-def test_a_model_of_theirs_is_trained_and_exported(folder, prepared, tiny, tmp_path, call):
-    size = open_tokenizer(prepared).vocab_size
+def test_a_model_of_theirs_is_trained_and_exported(prepared, tiny, tmp_path, call):
+    """With room for a padding token, which is not the end of a text."""
+    size = 7 + open_tokenizer(prepared / "data/text").vocab_size
     make_model("olmoe", vocab_size=size, eos_token_id=1).save_pretrained(tmp_path / "olmoe")
-    (tmp_path / "olmoe/tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    own = [
-        f"data.dir={prepared.parent}",
-        "data.name=text",
-        f"model.vocab_size={size}",
-        *SHAPE,
-        *OURS["olmoe"],
-    ]
-    config = tiny(
-        f"train.init_from={tmp_path / 'olmoe'}", "train.max_steps=2", "eval.windows=2", *own
-    )
+    shutil.copy(prepared / "tokenizer.json", tmp_path / "olmoe")
+    own = [f"data.dir={prepared / 'data'}", "data.name=text", f"model.vocab_size={size}"]
+    own += ["train.max_steps=2", "eval.windows=2", *SHAPE, *OURS["olmoe"]]
+    config = tiny(f"train.init_from={tmp_path / 'olmoe'}", *own)
     train.train(config, read_weights=train.find_reader(config))
-    call(export.main, path_of(config), tmp_path / "out", "--check")
-    again = tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *own)
+    out = tmp_path / "out"
+    assert "note: " not in call(export.main, path_of(config), out, "--check")
+    theirs = AutoTokenizer.from_pretrained(out)
+    assert (theirs.eos_token_id, theirs.pad_token_id, theirs.pad_token) == (
+        1,
+        size - 7,
+        "<|padding|>",
+    )
+    assert json.loads((out / "config.json").read_text())["pad_token_id"] == size - 7
+    assert theirs("the kernel")["input_ids"] == open_tokenizer(prepared / "data/text").encode(
+        "the kernel"
+    )
+    again = tiny("run.name=again", f"train.init_from={out}", *own)
     start(again)
-    other = json.loads((tmp_path / "out/tokenizer.json").read_text())
+    other = json.loads((out / "tokenizer.json").read_text())
     vocab = other["model"]["vocab"]
-    one, two = [*vocab][-2:]
-    vocab[one], vocab[two] = vocab[two], vocab[one]
-    (tmp_path / "out/tokenizer.json").write_text(json.dumps(other))
+    if isinstance(vocab, list):
+        vocab[-1], vocab[-2] = vocab[-2:]
+    else:
+        one, two = [*vocab][-2:]
+        vocab[one], vocab[two] = vocab[two], vocab[one]
+    (out / "tokenizer.json").write_text(json.dumps(other))
     assert "its tokenizer is one whose id" in refused(again)
-
-
-@pytest.mark.parametrize(
-    "file, content, words",
-    [
-        ("config.json", '{"eos_token_id": 99999}', "eos_token_id is 99999"),
-        ("tokenizer.json", "{}", "cannot be read"),
-    ],
-)
-def test_bad_folders(folder, tmp_path, file, content, words):
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    (tmp_path / file).write_text(content)
-    with pytest.raises(DataError, match=words):
-        load_tokenizer(str(tmp_path))

@@ -28,9 +28,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from attention import KVCache
 from common.command import build_parser, command, require_packages, run_command
 from common.text import first_line, markdown_table
 from configure.schema import Model
@@ -68,12 +67,12 @@ CODE = {  # file in an export of form "nanokern": its source in this repository
     "LICENSE-code": "LICENSE",
 }
 
-# Largest difference of two logits in fp64. transformers rounds the logits of generated tokens to
-# fp32, and in its own mixtures also the inputs of every norm, router and rotation.
+# Largest difference of two logits in fp64. transformers' own mixtures round the inputs of every
+# norm, router and rotation to fp32.
 LIMIT = 1e-5
 LIMIT_OF_MOES = 1e-4
 FILE_BYTES = 5_000_000_000  # of weights in a file; so many are in memory at a time
-WINDOWS = 4  # prompts of --check
+ROWS = 4  # of tokens, for --check
 DEVICES = {  # of modules in --check: blocks stay on the disk
     "model.embed_tokens": "cpu",
     "model.embed_positions": "cpu",
@@ -86,7 +85,6 @@ DEVICES = {  # of modules in --check: blocks stay on the disk
     "transformer.ln_f": "cpu",
     "lm_head": "cpu",
 }
-NEW_TOKENS = 16  # generated for each prompt
 ODD_TEXTS = [
     "",
     "  two  spaces\r\n\t",
@@ -191,21 +189,11 @@ def export_run(
                 for name, source in CODE.items():
                     shutil.copyfile(REPO_ROOT / source, folder / name)
             (folder / "README.md").write_text(format_card(trained, form, dtype), "utf-8")
+            folder.rename(out)  # fails if another process made that meanwhile
         except (OSError, SafetensorError) as error:
             raise RunError(
                 f"{out}: cannot be written ({error}); make room, or name another folder"
             ) from error
-        publish(folder, out)
-
-
-def publish(folder: Path, out: Path) -> None:
-    """Move the finished folder to `out`. Raises RunError if another process made that meanwhile."""
-    try:
-        folder.rename(out)
-    except OSError as error:
-        if not out.exists():
-            raise
-        raise RunError(f"{out}: written by another process meanwhile; name a new folder") from error
 
 
 def write_weights(weights: Mapping[str, Tensor], folder: Path, form: str, model: Model) -> None:
@@ -314,19 +302,16 @@ def format_card(trained: Trained, form: str, dtype: str) -> str:
 
 
 def describe_training(trained: Trained) -> list[list[str]]:
-    """Rows on the data, the steps, the tokens seen and the last losses up to the step exported."""
-    rows = [["data set", trained.config.data.label], ["steps", f"{trained.step:,}"]]
+    """Rows on the data, the tokens seen and the last losses up to the step exported."""
+    rows = {"data set": trained.config.data.label}
     for key in ("data", "tokenizer"):
-        if key in trained.metadata:
-            rows.append([f"sha256 of the {key}", trained.metadata[key]])
-    last = {}  # text by name
+        rows[f"sha256 of the {key}"] = trained.metadata.get(key, "unknown")
     for line in trained.metrics:
         if line["step"] <= trained.step:
-            last["tokens seen"] = f"{line['tokens']:,}"
-            for key in ("train/loss", "val/loss"):
-                if key in line:
-                    last[f"{key}, nats per token"] = f"{line[key]:.4f} (step {line['step']:,})"
-    return rows + [[name, text] for name, text in last.items()]
+            rows["tokens seen"] = f"{line['tokens']:,}"
+            for key in line.keys() & {"train/loss", "val/loss"}:
+                rows[f"{key}, nats per token"] = f"{line[key]:.4f} (step {line['step']:,})"
+    return [list(row) for row in rows.items()]
 
 
 def check_export(trained: Trained, tokenizer: Tokenizer, out: Path) -> int:
@@ -359,7 +344,7 @@ def compare_tokenizers(out: Path, own: Tokenizer) -> None:
     # no special tokens: transformers would read their texts as the tokens
     ordinary = [i for i, token in enumerate(token_bytes(own)) if token]
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(ordinary), (WINDOWS, 256), generator=generator)
+    drawn = torch.randint(len(ordinary), (ROWS, 256), generator=generator)
     random_texts = [own.decode([ordinary[i] for i in row]) for row in drawn.tolist()]
     for text in [*ODD_TEXTS, *random_texts]:
         ids = own.encode(text)
@@ -373,47 +358,23 @@ def compare_tokenizers(out: Path, own: Tokenizer) -> None:
 
 @torch.no_grad()
 def compare_logits(trained: Trained, tokenizer: Tokenizer, out: Path, config: Any) -> None:
-    """Compare logits in fp64, in one pass and generated with a cache, of padded random rows.
+    """Compare logits of random rows in fp64. Raises RunError if they differ.
 
-    The run's weights are first rounded to the export's dtype. Raises RunError if they differ.
+    The run's weights are first rounded to the export's dtype.
     """
     form = config["model_type"]
-    settings = trained.config.model
-    length = max(1, settings.block_size // 2)  # of the prompts
-    n_new = min(settings.block_size - length, NEW_TOKENS)
+    model = trained.config.model
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(tokenizer.vocab_size, (WINDOWS, length), generator=generator)
-    start = torch.arange(WINDOWS) * length // WINDOWS  # padding on the left
-    mask = torch.arange(length + n_new) >= start[:, None]
-    inputs = {"attention_mask": mask.long()}
-    if form == "gpt2":  # it counts padding as positions, unless it is given them
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    with load_from_disk(out, form) as model:
-        output = model.generate(
-            prompts,
-            attention_mask=mask[:, :length].long(),
-            do_sample=False,
-            min_new_tokens=n_new,
-            max_new_tokens=n_new,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        one_pass = model(output.sequences, **inputs).logits
-    own = build_by_block(settings, round_weights(trained.state, DTYPES[config["dtype"]], form))
-    cache = KVCache(settings, start, length + n_new, torch.float64)
-    exact = own.logits(own.hidden(output.sequences, cache)[0])  # (B, T, V)
-    generated = torch.stack(output.logits, dim=1)  # (B, n_new, V), before suppress_tokens
-    differences = {
-        "in one pass": (one_pass - exact)[mask],
-        "generated with a cache": generated - exact[:, -n_new - 1 : -1],
-    }
+    idx = torch.randint(tokenizer.vocab_size, (ROWS, model.block_size), generator=generator)
+    with load_from_disk(out, form) as export:
+        logits = export(idx).logits
+    own = build_by_block(model, round_weights(trained.state, DTYPES[config["dtype"]], form))
+    difference = (logits - own.logits(own.hidden(idx)[0])).abs().max().item()
     limit = LIMIT_OF_MOES if form in OPEN_MOES else LIMIT
-    for computation, difference in differences.items():
-        largest = difference.abs().max().item()
-        line = f"logits of {WINDOWS} random rows, {computation}: at most {largest:.2g} apart"
-        if not largest <= limit:  # true for NaN
-            raise RunError(f"{line}, allowed are {limit:g}")
-        print(line)
+    line = f"logits of {ROWS} random rows: at most {difference:.2g} apart"
+    if not difference <= limit:  # true for NaN
+        raise RunError(f"{line}, allowed are {limit:g}")
+    print(line)
 
 
 @contextmanager
@@ -452,23 +413,19 @@ def build_by_block(model: Model, state: Mapping[str, Tensor]) -> GPT:
         model: its settings.
         state: weights and buffers by the GPT's names, such as `LazyTensors`.
     """
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from accelerate.utils import PrefixedDataset, set_module_tensor_to_device
+
     with torch.device("meta"):
-        gpt = GPT(model).eval().requires_grad_(False)
-
-    def fill(prefix: str, module: nn.Module, *_: Any) -> None:
-        own = {name: state[prefix + name] for name in module.state_dict()}
-        module.load_state_dict(own, assign=True)
-        module.double()
-
-    def empty(module: nn.Module, *_: Any) -> None:
-        module.to("meta")
-
-    for name, module in gpt.named_children():
-        if name != "blocks":
-            fill(f"{name}.", module)
+        gpt = GPT(model).eval().requires_grad_(False).double()
+    for name in state:
+        if not name.startswith("blocks."):
+            set_module_tensor_to_device(gpt, name, "cpu", value=state[name])
     for layer, block in enumerate(gpt.blocks):
-        block.register_forward_pre_hook(partial(fill, f"blocks.{layer}."))
-        block.register_forward_hook(empty)
+        weights = PrefixedDataset(state, f"blocks.{layer}.")
+        hook = AlignDevicesHook("cpu", True, weights_map=weights, offload_buffers=True)
+        hook.place_submodules = True
+        add_hook_to_module(block, hook)
     return gpt
 
 

@@ -150,7 +150,6 @@ class NanoKernMoE(nn.Module):
         table = None
         if layer_idx < config.n_hash_layer:
             table = hash_table(config.vocab_size, E, K, seed=layer_idx)
-        self.layer_idx = layer_idx
         self.chooses_by_id = table is not None
         groups = (config.router_groups, config.router_group_k)
         self.router = Router(config.hidden_size, E, K, spec, config.gate_scale, table, *groups)
@@ -173,13 +172,6 @@ class NanoKernMoE(nn.Module):
         if self.shared_experts is not None:
             y = y + self.shared_experts(tokens)
         return y.view_as(hidden_states), routing.logits
-
-    def resize_table(self, n_id: int) -> None:
-        """Give the table of a hash layer `n_id` rows: new ones are as in a new model."""
-        old = self.router.hash_table
-        table = hash_table(n_id, len(self.router.weight), self.router.top_k, self.layer_idx).to(old)
-        n_kept = min(n_id, len(old))
-        self.router.hash_table = torch.cat([old[:n_kept], table[n_kept:]])
 
 
 class NanoKernDecoderLayer(GradientCheckpointingLayer):
@@ -255,17 +247,16 @@ class NanoKernPreTrainedModel(PreTrainedModel):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Embedding:
-        """As in transformers. Hash layers choose experts for new ids, and these are generated."""
+        """As in transformers; new ids are generated, too."""
+        n_id = self.config.vocab_size
+        if self.config.n_hash_layer and new_num_tokens not in (None, n_id):
+            raise ValueError(f"hash layers choose experts for {n_id} ids alone; keep this number")
         embeddings = super().resize_token_embeddings(
             new_num_tokens, pad_to_multiple_of, mean_resizing
         )
-        n_id = self.config.vocab_size
-        for module in self.modules():
-            if isinstance(module, NanoKernMoE) and module.chooses_by_id:
-                module.resize_table(n_id)
         if new_num_tokens is not None and self.can_generate():
             suppressed = self.generation_config.suppress_tokens or []
-            kept = [i for i in suppressed if new_num_tokens <= i < n_id]
+            kept = [i for i in suppressed if new_num_tokens <= i < self.config.vocab_size]
             self.generation_config.suppress_tokens = kept or None
         return embeddings
 
