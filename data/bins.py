@@ -3,7 +3,6 @@
 data/<name>/train-00000.bin train-00001.bin … val-00000.bin: little-endian uint16 ids, no header
 data/<name>/meta.json: describes them, see Meta
 data/<name>/gpt2.tiktoken or tokenizer.json: decodes them, unless the ids are bytes
-data/<name>/checked.json: of a set above 1 GiB, see checked.py
 """
 
 import hashlib
@@ -19,13 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
-from common.files import short_path
+from common.files import DamagedFile, read_json, short_path
 from data import DataError
-from data.checked import describe_shards, read_record
 from data.sources import BARE_TOKENS, SOURCES
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 
@@ -177,13 +175,11 @@ def read_meta(folder: Path) -> Meta:
             state = "no such data set. Prepare it"
         raise DataError(f"{folder}: {state}: {_guess_command(folder)}")
     try:
-        return TypeAdapter(Meta).validate_python(json.loads(path.read_bytes()))
-    except ValidationError as error:
-        reason = describe_faults(error)
-    except (ValueError, RecursionError) as error:  # not JSON, or nested too deep
-        reason = f"{type(error).__name__}: {error}"
-    remedy = f"Prepare the set again: {_guess_command(folder)} --force"
-    raise DataError(f"{path}: cannot be read ({reason}). {remedy}")
+        return read_json(path, Meta)
+    except DamagedFile as error:
+        raise DataError(
+            f"{error}. Prepare the set again: {_guess_command(folder)} --force"
+        ) from None
 
 
 def describe_faults(error: ValidationError) -> str:
@@ -243,8 +239,8 @@ def check_dataset(folder: Path, vocab_size: int, reads_large: bool = True) -> Me
     """Check that training may use a set.
 
     The lengths of all shards are checked. Up to 1 GiB in all, so are every id and sha256. Of a
-    larger set, shards that have changed since the last complete check (checked.json) are read
-    completely, of the others a sample; `Tokens.read` checks the ids as training reads them.
+    larger set, only shards that have changed since the last complete check are read completely;
+    `Tokens.read` checks the ids as training reads them.
 
     Args:
         folder: of the set.
@@ -267,7 +263,7 @@ def check_dataset(folder: Path, vocab_size: int, reads_large: bool = True) -> Me
     check_lengths(folder, meta)
     shards = list_shards(meta)
     if is_large(shards):
-        shards = find_unchecked(folder, meta) if reads_large else []
+        shards = find_changed(folder, shards) if reads_large else []
 
     def scan(shard: Shard) -> str | None:
         _, faults = scan_shard(folder / shard.name, shard.sha256, meta.tokenizer)
@@ -285,50 +281,34 @@ def is_large(shards: Sequence[Shard]) -> bool:
     return sum(2 * shard.tokens for shard in shards) > HASHED_BYTES
 
 
-def find_unchecked(folder: Path, meta: Meta) -> list[Shard]:
-    """The shards of a large set that have changed since its last complete check.
+def find_changed(folder: Path, shards: list[Shard]) -> list[Shard]:
+    """The shards that are newer than meta.json, which is written last and renewed by data.verify.
 
     Prints a line if there are any.
-
-    Raises DataError if the sample of another one differs, though the time of its last change is the
-    same.
     """
-    shards = list_shards(meta)
-    record = read_record(folder)
-    hashes = {shard.name: shard.sha256 for shard in shards}
-    unchecked = []
-    for shard, now in zip(shards, describe_shards(folder, hashes).values(), strict=True):
-        then = record.get(shard.name)
-        if then is None or then[:2] != now[:2]:
-            unchecked.append(shard)
-        elif then != now:
-            raise DataError(
-                f"{folder / shard.name}: its content has changed since it was checked, though the "
-                f"time of its last change is the same. {_name_remedy(meta)}"
-            )
-    if unchecked:
-        size = sum(2 * shard.tokens for shard in unchecked) / 1e9
+    checked = (folder / "meta.json").stat().st_mtime_ns
+    changed = [shard for shard in shards if (folder / shard.name).stat().st_mtime_ns > checked]
+    if changed:
+        size = sum(2 * shard.tokens for shard in changed) / 1e9
         print(
-            f"{folder}: {len(unchecked)} of {len(shards)} files are new or changed since their "
-            f"last complete check: reading {size:.3g} GB. python -m data.verify {folder} does so "
-            "once and notes it",
+            f"{folder}: {len(changed)} of {len(shards)} files have changed since their last "
+            f"complete check: reading {size:.3g} GB. python -m data.verify {folder} does so once",
             flush=True,
         )
-    return unchecked
+    return changed
 
 
 def check_lengths(folder: Path, meta: Meta) -> None:
     """Raise DataError if a shard is missing or its length differs from `meta`."""
     for shard in list_shards(meta):
         path = folder / shard.name
-        if not path.is_file():
-            raise DataError(
-                f"{path}: no such file, expected {shard.tokens} tokens. {_name_remedy(meta)}"
-            )
-        size = path.stat().st_size
+        size = path.stat().st_size if path.is_file() else None
         if size != 2 * shard.tokens:
-            expected = f"{2 * shard.tokens} bytes ({shard.tokens} tokens)"
-            raise DataError(f"{path}: expected {expected}, found {size}. {_name_remedy(meta)}")
+            found = "no such file" if size is None else f"found {size}"
+            raise DataError(
+                f"{path}: expected {2 * shard.tokens} bytes ({shard.tokens} tokens), {found}. "
+                f"{_name_remedy(meta)}"
+            )
 
 
 def list_shards(meta: Meta) -> list[Shard]:

@@ -2,12 +2,8 @@
 
 import hashlib
 import json
-import os
-import re
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,33 +11,27 @@ import numpy as np
 from common.text import plural
 from data import DataError
 from data.readers import Input, Raw, read_documents
-from data.sources import local_inputs
-from data.tokenizer import Tokenizer
+from data.round_trip import Loss
+from data.tokenizer import END_OF_TEXT, Tokenizer
 
-JSON_TYPES = {bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}
-MARK = r"\|?(?:end_?of_?(?:text|document|doc)|eos|eot|eod|/?s|/?doc|sep)\|?"
-# <|endoftext|> anywhere, others such as </s> or [EOS] on a line of their own
-SEPARATORS = re.compile(
-    rf"(<\|(?:end_?of_?(?:text|document|doc)|eos|eot|eod)\|>)"
-    rf"|^[ \t]*(<{MARK}>|\[(?:EOS|EOT|SEP)\])[ \t\r]*$",
-    re.IGNORECASE | re.MULTILINE,
-)
 FEW_DOCUMENTS = 10  # fewer documents are cut; also the number suggested for validation
 
 
 class Encoded(NamedTuple):
-    """The ids of a list of raw documents, and counts of documents that were left out.
+    """The ids of a list of raw documents.
 
-    An end-of-text token stands after each document; before it if the split is "ends".
+    An end-of-text token stands after each document; before it if the split is "ends". `counts` has
+    those of round_trip.py, and
+
+    - empty: documents of white space only, which are left out
+    - bad: documents that could not be read, which are left out
+    - marks: end-of-text marks in text files that are one document each
     """
 
     train: np.ndarray  # (n,) uint16
     val: np.ndarray  # (n,) uint16
-    empty: int  # documents of white space only
-    bad: int  # documents that could not be read
-    links: int  # links in archives, which have no content
-    separators: dict[str, int]  # marks between documents in text files that are one document each
-    left: dict[str, int]  # members of archives that are no text, by ending
+    counts: dict[str, int]
+    example: str  # the first text that does not come back
 
 
 class Encoder(NamedTuple):
@@ -66,31 +56,28 @@ class Encoder(NamedTuple):
         """
         train: list[str] = []
         val: list[str] = []
-        empty = bad = links = 0
-        separators: Counter[str] = Counter()
-        left: Counter[str] = Counter()
+        loss = Loss()
         for raw in documents:
             text = self.try_text(raw)
-            if raw.left:
-                left[raw.left] += 1
-            elif raw.is_link:
-                links += 1
-            elif text is None:
-                bad += 1
-            elif text.strip():
-                if not raw.is_json and not raw.file.separator:
-                    separators.update(find_separators(text))
-                train_part, val_part = self.divide(text, raw.file.split)
-                if train_part:
-                    train.append(train_part)
-                if val_part:
-                    val.append(val_part)
-            else:
-                empty += 1
+            if text is None:
+                loss.counts["bad"] += 1
+                continue
+            if not text.strip():
+                loss.counts["empty"] += 1
+                continue
+            if raw.where == raw.file.url:
+                loss.counts["marks"] += text.count(END_OF_TEXT)
+            if raw.is_checked:
+                loss.compare(self.tokenizer, text, raw.where)
+            train_part, val_part = self.divide(text, raw.file.split)
+            if train_part:
+                train.append(train_part)
+            if val_part:
+                val.append(val_part)
         ends_first = any(raw.file.split == "ends" for raw in documents)  # all of a batch or none
         train_ids = self._join(train, ends_first)
         val_ids = self._join(val, ends_first)
-        return Encoded(train_ids, val_ids, empty, bad, links, dict(separators), dict(left))
+        return Encoded(train_ids, val_ids, dict(loss.counts), loss.example)
 
     def _join(self, texts: list[str], ends_first: bool) -> np.ndarray:
         """The ids of `texts` with an end-of-text token before or after each, (n,) uint16."""
@@ -110,78 +97,41 @@ class Encoder(NamedTuple):
         return text, ""
 
     def try_text(self, raw: Raw) -> str | None:
-        """The text of a document; None if it is left out.
+        """The text of a document; None if it is unreadable and `skip_bad` is set.
 
-        Raises DataError at an unreadable document unless `skip_bad` is set.
+        Raises DataError, which names the fault, at an unreadable document otherwise.
         """
-        if raw.is_link or raw.left:
-            return None
-        try:
-            return self.text(raw)
-        except ValueError as error:
-            if self.skip_bad:
-                return None
-            raise DataError(
-                f"{raw.where} {error}; or leave such documents out with --skip-bad"
-            ) from error
-
-    def text(self, raw: Raw) -> str:
-        """The text of a document. Raises ValueError that names the fault."""
         try:
             text = raw.data.decode()
+            return self._find_field(json.loads(text)) if raw.is_json else text
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"is not UTF-8 at byte {error.start}: convert it with iconv -t utf-8"
-            ) from error
-        if not raw.is_json:
-            return text
-        row = self._parse_row(text)
+            fault = (
+                f"is not UTF-8 at byte {error.start}: convert it with iconv -f ENCODING -t utf-8"
+            )
+        except json.JSONDecodeError as error:
+            fault = f"is not JSON ({error}): correct or remove it"
+        except (ValueError, RecursionError) as error:
+            fault = str(error)
+        if self.skip_bad:
+            return None
+        raise DataError(f"{raw.where} {fault}; or leave such documents out with --skip-bad")
+
+    def _find_field(self, row: Any) -> str:
+        """The text of a row of JSON. Raises ValueError that names the fault."""
         if not isinstance(row, dict):
             raise ValueError("is not a JSON object: correct or remove it")
         if self.text_field not in row:
             fields = ", ".join(map(repr, row)) or "none at all"
             raise ValueError(
-                f"has no text in field {self.text_field!r}; it has {fields}: "
-                f"choose one with --text-field"
+                f"has no field {self.text_field!r}; it has {fields}: choose one with --text-field"
             )
-        value = row[self.text_field]
-        if value is not None and not isinstance(value, str):
+        text = row[self.text_field]
+        if text is not None and not isinstance(text, str):
             raise ValueError(
-                f"has no text in field {self.text_field!r} but a {JSON_TYPES[type(value)]} "
-                f"({repr(value)[:40]}): choose another --text-field"
+                f"has no text in field {self.text_field!r} but {repr(text)[:40]}: choose another "
+                "--text-field"
             )
-        return value or ""
-
-    def _parse_row(self, text: str) -> Any:
-        """Parse a line of JSON. Raises ValueError that names the fault."""
-        try:
-            row = parse_json(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"is not JSON ({error}): correct or remove it") from error
-        field = json.dumps(self.text_field, ensure_ascii=False)
-        if text.count(field) > 1 and isinstance(row, dict):
-            pairs = json.loads(text, parse_int=float, object_pairs_hook=list)
-            names = [name for name, _ in pairs]  # a dict would keep the last of several
-            if names.count(self.text_field) > 1:
-                raise ValueError(f"has several fields {self.text_field!r}: rename all but one")
-        return row
-
-
-def find_separators(text: str) -> list[str]:
-    """The marks between documents, such as <|endoftext|>, that stand in a text."""
-    if "<" not in text and "[" not in text:
-        return []
-    return [first or second for first, second in SEPARATORS.findall(text)]
-
-
-def parse_json(text: str) -> Any:
-    """Parse JSON; an integer of more than 4300 digits, which Python refuses, becomes a float."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:
-        return json.loads(text, parse_int=float)
+        return text or ""
 
 
 def split_position(text: str) -> float:
@@ -193,69 +143,41 @@ def split_position(text: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def validation_inputs(
-    paths: Iterable[Path],
-    inputs: list[Input],
-    notes: list[str] | None = None,
-    any_text: bool = False,
-) -> list[Input]:
-    """The files of --val-source; `notes` and `any_text` as in `local_inputs`.
-
-    Raises DataError as `local_inputs` does, and if a file is among `inputs`.
-    """
-    train_paths = {os.path.realpath(file.url) for file in inputs}
-    val_inputs = []
-    for file in local_inputs(paths, "--val-source", notes, any_text):
-        if os.path.realpath(file.url) in train_paths:
-            raise DataError(f"{file.url} is in --source and in --val-source: take it out of one")
-        val_inputs.append(file._replace(split="val"))
-    return val_inputs
-
-
-def choose_split(inputs: list[Input], val_inputs: list[Input], encoder: Encoder) -> str:
+def choose_split(inputs: list[Input], encoder: Encoder) -> str:
     """Choose how local `inputs` are split: by "documents", or at their "ends" if there are few.
 
     Stops reading documents when the decision is clear. Raises DataError if there is nothing to
     train or to validate on.
     """
-    if val_inputs:
-        for option, files in (("--source", inputs), ("--val-source", val_inputs)):
-            next(_read_texts(files, encoder, option))
-        return "documents"
     train = val = 0
-    for text in _read_texts(inputs, encoder, "--source"):
+    for text in read_texts(inputs, encoder):
         if split_position(text) < encoder.val_fraction:
             val += 1
         else:
             train += 1
         if train and val and train + val >= FEW_DOCUMENTS:
             return "documents"
+    count = plural(train + val, "document")
     if train + val >= FEW_DOCUMENTS**2:  # a very small fraction of many documents
-        raise DataError(explain_empty_split(train, val, encoder.val_fraction))
+        better = FEW_DOCUMENTS / (train + val)
+        raise DataError(
+            f"none of {count} fell into {'validation' if train else 'training'} at --val-fraction "
+            f"{encoder.val_fraction}: --val-fraction {better:.2g} makes about {FEW_DOCUMENTS} of "
+            "them validation"
+        )
     print(
-        f"warning: {plural(train + val, 'document')}, too few to set some aside: "
-        f"validation is the last {100 * encoder.val_fraction:.3g}% of each; "
-        f"--val-source names other text for it",
+        f"warning: {count}, too few to set some aside: validation is the last "
+        f"{100 * encoder.val_fraction:.3g}% of each; --val-source names other text for it",
         file=sys.stderr,
     )
     return "ends"
 
 
-def explain_empty_split(train: int, val: int, val_fraction: float) -> str:
-    """The error, with its remedy, if none of many documents is for training or for validation."""
-    missing = "validation" if train else "training"
-    total = train + val
-    better = min(0.5, FEW_DOCUMENTS / max(1, total))
-    count = max(1, round(better * total))
-    return (
-        f"none of {plural(total, 'document')} fell into {missing} at --val-fraction "
-        f"{val_fraction}: --val-fraction {better:.2g} makes about {count} of them "
-        f"validation"
-    )
+def read_texts(inputs: Iterable[Input], encoder: Encoder) -> Iterator[str]:
+    """Yield the texts of all documents that are not empty.
 
-
-def _read_texts(inputs: list[Input], encoder: Encoder, option: str) -> Iterator[str]:
-    """Yield the texts that are not empty. At the end, raises DataError if there was none."""
+    Raises DataError at the end if there was none, and as `read_documents` and `Encoder.try_text`.
+    """
     any_text = False
     for file in inputs:
         for raw in read_documents(file, encoder.text_field):
@@ -264,6 +186,4 @@ def _read_texts(inputs: list[Input], encoder: Encoder, option: str) -> Iterator[
                 any_text = True
                 yield text
     if not any_text:
-        raise DataError(
-            f"no documents to read, all are empty or bad: name other files with {option}"
-        )
+        raise DataError("no documents to read, all are empty or bad: name other files")

@@ -57,15 +57,11 @@ class Loader:
 
         For one set the index of each window, for a mixture [name of the split, index there].
         """
-        indices = self.indices(step, start, count)
+        indices = self._indices(step, start, count).tolist()
         if len(self._counts) == 1:
-            return indices.tolist()
-        sources = []
-        for index in indices.tolist():
-            number = self._tokens.find_part(index)
-            first = self._tokens.starts[number]
-            sources.append([self._tokens.parts[number].name, index - first])
-        return sources
+            return indices
+        sources = [self._tokens.find_part(index) for index in indices]
+        return [[part.name, window] for part, window in sources]
 
     def count_epochs(self, steps: int) -> np.ndarray:
         """The number of times that each set is read in `steps` steps, (S,)."""
@@ -79,9 +75,9 @@ class Loader:
 
         Steps count from 0. Returns inputs and targets, (count, T) int64 each.
         """
-        return windows(self._tokens, self.indices(step, start, count), self._block_size)
+        return windows(self._tokens, self._indices(step, start, count), self._block_size)
 
-    def indices(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
+    def _indices(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
         """The windows of rows [start, start + count), (count,) int64, numbered over all sets."""
         if count is None:
             count = self._batch_size - start

@@ -40,18 +40,18 @@ class JoinedTokens:
         counts = (count_windows(part, block_size) for part in parts)
         self.starts = [0, *itertools.accumulate(counts)]  # first window of each part, and the end
 
-    def find_part(self, window: int) -> int:
-        """The index of the part that has `window`."""
-        return bisect_right(self.starts, window) - 1
+    def find_part(self, window: int) -> tuple[Tokens, int]:
+        """The part that has `window`, and the number of the window there."""
+        number = bisect_right(self.starts, window) - 1
+        return self.parts[number], window - self.starts[number]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) of one window, (count,) uint16; window w starts at w * T.
 
         See `Tokens.read`.
         """
-        part = self.find_part(start // self.block_size)
-        part_start = self.starts[part] * self.block_size
-        return self.parts[part].read(start - part_start, count)
+        part, window = self.find_part(start // self.block_size)
+        return part.read(window * self.block_size + start % self.block_size, count)
 
 
 def check_sets(folders: Sequence[Path], vocab_size: int, reads_large: bool = True) -> list[Meta]:
@@ -118,34 +118,40 @@ def assign_rows(rows: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.nd
     Returns:
         (B,) int64 each: the set of each row, and the row's number among the rows of that set.
     """
-    order = np.argsort(-shares, kind="stable")  # the largest first: a group halves more evenly
-    starts = np.append(0, np.cumsum(shares[order]))  # (S + 1,)
-    sets = np.empty(len(rows), np.int64)
-    numbers = rows.astype(np.int64)
-    groups = [(np.arange(len(rows)), 0, len(shares))]  # (indices of rows, first set, end)
-    while groups:
-        indices, first, stop = groups.pop()
-        if stop - first == 1:
-            sets[indices] = order[first]
-            continue
-        middle = _find_middle(starts, first, stop)
-        left_share = starts[middle] - starts[first]
-        group_share = starts[stop] - starts[first]
-        group_numbers = numbers[indices]
-        # rows of the left side before this row, and before the next
-        before = _scale_rounded(group_numbers, left_share, group_share)
-        before_next = _scale_rounded(group_numbers + 1, left_share, group_share)
-        in_left = before_next > before
-        numbers[indices] = np.where(in_left, before, group_numbers - before)
-        groups.append((indices[in_left], first, middle))
-        groups.append((indices[~in_left], middle, stop))
-    return sets, numbers
+    largest_first = np.argsort(-shares, kind="stable")  # so a group halves more evenly
+    return _divide(rows.astype(np.int64), largest_first, shares)
 
 
-def _find_middle(starts: np.ndarray, first: int, stop: int) -> int:
-    """The set at which the shares of sets [first, stop) are halved most evenly."""
-    difference_of_sides = 2 * starts[first + 1 : stop] - starts[first] - starts[stop]
-    return first + 1 + int(np.argmin(np.abs(difference_of_sides)))
+def _divide(
+    numbers: np.ndarray, group: np.ndarray, shares: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Assign rows of a group of sets, as `assign_rows` does.
+
+    Args:
+        numbers: (B,) int64, the rows' numbers among all rows of the group.
+        group: (G,) int64, the sets.
+        shares: (S,) int64, of all sets.
+
+    Returns:
+        As `assign_rows`.
+    """
+    if len(group) == 1:
+        return np.full(len(numbers), group[0]), numbers
+    sums = np.cumsum(shares[group])
+    total = sums[-1]
+    middle = 1 + np.argmin(np.abs(2 * sums[:-1] - total))  # the most even halves
+    left_share = sums[middle - 1]
+    # rows of the left side before this row, and before the next
+    before = _scale_rounded(numbers, left_share, total)
+    before_next = _scale_rounded(numbers + 1, left_share, total)
+    in_left = before_next > before
+    sets = np.empty_like(numbers)
+    places = np.empty_like(numbers)
+    sets[in_left], places[in_left] = _divide(before[in_left], group[:middle], shares)
+    in_right = ~in_left
+    after = (numbers - before)[in_right]
+    sets[in_right], places[in_right] = _divide(after, group[middle:], shares)
+    return sets, places
 
 
 def _scale_rounded(n: np.ndarray, part: int, total: int) -> np.ndarray:

@@ -201,6 +201,7 @@ def hide_special_tokens(body: dict, eot: int) -> dict:
     """
     body |= {"truncation": None, "padding": None, "post_processor": None}
     model = body["model"]
+    model.pop("dropout", None)
     hidden = {}  # new names by the old ones
     for token in body.get("added_tokens") or []:
         is_byte = model.get("byte_fallback") and BYTE_TOKEN.fullmatch(token["content"])
@@ -208,15 +209,12 @@ def hide_special_tokens(body: dict, eot: int) -> dict:
             hidden[token["content"]] = f"\uf8ffspecial token {token['id']}\uf8ff"
             token["content"] = hidden[token["content"]]
             token["special"] = True
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, dict):
-        model["vocab"] = {hidden.get(token, token): i for token, i in vocabulary.items()}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {hidden.get(token, token): i for token, i in model["vocab"].items()}
     else:
-        model["vocab"] = [[hidden.get(token, token), score] for token, score in vocabulary]
+        model["vocab"] = [[hidden.get(token, token), score] for token, score in model["vocab"]]
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
-    if model.get("dropout"):
-        model["dropout"] = None
     if model.get("merges"):
         merges = []
         for merge in model["merges"]:
@@ -239,61 +237,32 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
     """The tokenizer of a model's folder: tokenizer.json, and the token that ends a document.
 
     That is eos_token_id of config.json, else eos_token of tokenizer_config.json. Raises DataError
-    if a file is missing or unreadable, or the token cannot end a document, see `check_eot`.
+    if a file is missing or unreadable, or the token cannot end a document, see `find_eot`.
     """
+    name = folder.resolve().name
+    files = {}
     try:
-        for name_of_file in (TOKENIZER_FILE, "config.json", "tokenizer_config.json"):
-            check_regular(folder / name_of_file)
-        content = (folder / TOKENIZER_FILE).read_bytes()
-        ids = _read_settings(folder / "config.json").get("eos_token_id")
-        settings = _read_settings(folder / "tokenizer_config.json")
-        name = _token_text(settings.get("eos_token"))
-        content = mark_special_tokens(content, settings)
-        tokenizer = FileTokenizer(folder.resolve().name, content, -1)
+        for file in (TOKENIZER_FILE, "config.json", "tokenizer_config.json"):
+            check_regular(folder / file)
+            if file == TOKENIZER_FILE or (folder / file).exists():
+                files[file] = (folder / file).read_bytes()
+        ids = json.loads(files.get("config.json", "{}")).get("eos_token_id")
+        token = json.loads(files.get("tokenizer_config.json", "{}")).get("eos_token")
+        tokenizer = FileTokenizer(name, files[TOKENIZER_FILE], -1)
     except Exception as error:  # `tokenizers` raises plain Exceptions
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(
             f"{folder}: cannot be read as a tokenizer ({reason}); it needs the library tokenizers, "
             f"{TOKENIZER_FILE} and config.json with eos_token_id, which ends a document"
         ) from error
-    if ids is None:
-        ids = []
-    eot = check_eot(folder, tokenizer, ids if isinstance(ids, list) else [ids], name)
-    return FileTokenizer(tokenizer.name, content, eot)
+    if not isinstance(ids, list):
+        ids = [] if ids is None else [ids]
+    if isinstance(token, dict):
+        token = token["content"]
+    return FileTokenizer(name, files[TOKENIZER_FILE], find_eot(folder, tokenizer, ids, token))
 
 
-def mark_special_tokens(content: bytes, settings: dict) -> bytes:
-    """Mark the special tokens of a tokenizer_config.json as special in a tokenizer.json.
-
-    Returns `content` as it is if all are marked already.
-    """
-    special = {_token_text(token) for key, token in settings.items() if key.endswith("_token")}
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        tokens = settings.get(key) or []
-        if isinstance(tokens, dict):  # {"image_token": "<image>"}
-            tokens = tokens.values()
-        special.update(_token_text(token) for token in tokens)
-    for token in (settings.get("added_tokens_decoder") or {}).values():
-        if token.get("special"):
-            special.add(token["content"])
-    body = json.loads(content)
-    changed = False
-    for token in body.get("added_tokens") or []:
-        if token["content"] in special and not token["special"]:
-            token["special"] = True
-            changed = True
-    return json.dumps(body, ensure_ascii=False).encode() if changed else content
-
-
-def _token_text(token: str | dict | None) -> str | None:
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _read_settings(path: Path) -> dict:
-    return json.loads(path.read_bytes()) if path.is_file() else {}
-
-
-def check_eot(folder: Path, tokenizer: FileTokenizer, ids: list, name: str | None) -> int:
+def find_eot(folder: Path, tokenizer: FileTokenizer, ids: list, name: str | None) -> int:
     """Choose the id that ends a document.
 
     Args:
@@ -307,43 +276,26 @@ def check_eot(folder: Path, tokenizer: FileTokenizer, ids: list, name: str | Non
             disagree, or the token is an ordinary one, which texts contain.
     """
     added = tokenizer.file.get_added_tokens_decoder()
+    named = None if name is None else tokenizer.file.token_to_id(name)
+    eot = ids[0] if ids else named
+    if eot is None:
+        fault = (
+            "neither config.json's eos_token_id nor tokenizer_config.json's eos_token names a "
+            f"token of {TOKENIZER_FILE} that ends a document"
+        )
+    elif ids and named is not None and named not in ids:
+        fault = f"config.json's eos_token_id is {eot}, tokenizer_config.json's eos_token {named}"
+    elif eot == tokenizer.unk:
+        fault = f"eos_token_id {eot} also stands for unknown text"
+    elif type(eot) is not int or eot not in added:
+        fault = f"eos_token_id {eot} is none of added_tokens, so texts may contain it"
+    else:
+        return eot
     candidates = [f"{i} ({added[i].content})" for i in sorted(added) if i != tokenizer.unk]
     remedy = f"set config.json's eos_token_id to one of {', '.join(candidates[:20])}"
     if not candidates:
         remedy = "its added_tokens have none that can end a document; use another tokenizer"
-    for i in ids:
-        if type(i) is not int or not 0 <= i < tokenizer.vocab_size:
-            raise DataError(f"{folder}: eos_token_id is {i!r}, no id of the tokenizer; {remedy}")
-    named = None if name is None else tokenizer.file.token_to_id(name)
-    if name is not None and named is None:
-        raise DataError(
-            f"{folder}: tokenizer_config.json's eos_token {name!r} is no token of "
-            f"{TOKENIZER_FILE}; {remedy}"
-        )
-    if ids and named is not None and named not in ids:
-        other = tokenizer.file.id_to_token(ids[0])
-        raise DataError(
-            f"{folder}: config.json's eos_token_id {ids[0]} is {other!r}, tokenizer_config.json's "
-            f"eos_token is {name!r} ({named}); correct one of the two, or {remedy}"
-        )
-    if not ids and named is None:
-        raise DataError(
-            f"{folder}: neither config.json's eos_token_id nor tokenizer_config.json's eos_token "
-            f"names the end of a document; {remedy}"
-        )
-    eot = ids[0] if ids else named
-    assert eot is not None
-    token = tokenizer.file.id_to_token(eot)
-    if eot == tokenizer.unk:
-        raise DataError(
-            f"{folder}: eos_token_id {eot} ({token!r}) also stands for unknown text; {remedy}"
-        )
-    if eot not in added:
-        raise DataError(
-            f"{folder}: eos_token_id {eot} is {token!r}, an ordinary token that texts contain, not "
-            f"one of added_tokens; {remedy}"
-        )
-    return eot
+    raise DataError(f"{folder}: {fault}; {remedy}")
 
 
 Tokenizer = ByteTokenizer | GPT2Tokenizer | FileTokenizer
@@ -436,22 +388,19 @@ def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
 
     cache = os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache")
     cached = Path(cache, hashlib.sha1(RANKS_URL.encode()).hexdigest())  # tiktoken's name for it
-    path = Path(ranks) if ranks else cached
+    path = Path(ranks or cached)
     try:
-        if ranks or cached.is_file():
-            data = path.read_bytes()
-        else:
+        if not ranks and not cached.is_file():
             # tiktoken alone would wait for an unreachable network forever
             requests.head(RANKS_URL, timeout=5).raise_for_status()
-            data = read_file_cached(RANKS_URL, RANKS_SHA256)
+            return read_file_cached(RANKS_URL, RANKS_SHA256)
+        data = path.read_bytes()
         actual = hashlib.sha256(data).hexdigest()
         if actual == RANKS_SHA256:
             return data
         fault = f"not GPT-2's BPE file: sha256 {actual}, expected {RANKS_SHA256}"
-    except requests.RequestException as error:
-        fault = f"no such file, and its download fails ({type(error).__name__})"
-    except (OSError, ValueError) as error:
-        fault = f"cannot read GPT-2's BPE file ({first_line(error)})"
+    except (OSError, ValueError) as error:  # those of requests are OSErrors
+        fault = f"cannot be read or downloaded ({type(error).__name__}: {first_line(error)})"
     raise DataError(
         f"{path}: {fault}. Prepare with --tokenizer bytes, which needs no file, or put GPT-2's BPE "
         f"file there or into --bpe-ranks FILE: PyPI has it in {WHISPER}.tar.gz, "

@@ -17,26 +17,31 @@ from typing import NamedTuple
 from data import DataError
 from data.encode import Encoded, Encoder
 from data.readers import Input, Raw, read_documents
+from data.round_trip import EVERY
 
 BATCH_BYTES = 2**23  # raw documents per worker's batch; about a second of work (not measured)
 
 
-class Position(NamedTuple):
-    """The position of reading in a list of inputs."""
+Position = tuple[int, int]  # inputs that are read completely, documents of the next one
 
-    files: int = 0  # inputs that are read completely
-    documents: int = 0  # documents of the next input that are read
+
+class Batch(NamedTuple):
+    """Documents in the order of the inputs."""
+
+    documents: list[Raw]
+    position: Position  # after them
+    read_bytes: int  # of all inputs so far
 
 
 def encode_inputs(
-    inputs: list[Input], encoder: Encoder, workers: int, start: Position
-) -> Generator[tuple[Encoded, Position, int], None, None]:
+    inputs: list[Input], encoder: Encoder, workers: int, start: Position = (0, 0)
+) -> Generator[tuple[Encoded, Batch], None, None]:
     """Tokenize all documents of `inputs` from `start` on, in `workers` processes.
 
     One worker is a thread of this process.
 
     Yields:
-        (ids of the next documents, the position after them, bytes of `inputs` read so far).
+        (ids of the next documents, these documents).
 
     Raises:
         DataError: a bad file or document, or a worker process died.
@@ -47,15 +52,15 @@ def encode_inputs(
     else:  # spawn, not fork: pyarrow and the hub's libraries have started threads
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,))
-    pending: deque[tuple[Future[Encoded], Position, int]] = deque()
+    pending: deque[tuple[Future[Encoded], Batch]] = deque()
     try:
-        for documents, position, read_bytes in cut_batches(inputs, encoder.text_field, start):
-            pending.append((pool.submit(_encode, documents), position, read_bytes))
+        for batch in cut_batches(inputs, encoder.text_field, start):
+            pending.append((pool.submit(_encode, batch.documents), batch))
             if len(pending) > 2 * workers:
-                encoded, position, read_bytes = pending.popleft()
-                yield encoded.result(), position, read_bytes
-        for encoded, position, read_bytes in pending:
-            yield encoded.result(), position, read_bytes
+                encoded, batch = pending.popleft()
+                yield encoded.result(), batch
+        for encoded, batch in pending:
+            yield encoded.result(), batch
     except BrokenProcessPool as error:
         died = "a worker process died, perhaps for lack of memory"
         raise DataError(f"{died}: start again to resume, with fewer --workers") from error
@@ -63,31 +68,24 @@ def encode_inputs(
         pool.shutdown(cancel_futures=True)
 
 
-def cut_batches(
-    inputs: list[Input], text_field: str, start: Position
-) -> Iterator[tuple[list[Raw], Position, int]]:
-    """Cut documents into batches of BATCH_BYTES or a little more.
-
-    Yields:
-        (documents, the position after them, bytes of `inputs` read so far).
-    """
-    batch: list[Raw] = []
-    batch_bytes = 0
-    read_bytes = sum(file.size for file in inputs[: start.files])  # bytes of complete files
-    for number in range(start.files, len(inputs)):
-        file = inputs[number]
-        documents = enumerate(read_documents(file, text_field), start=1)
-        if number == start.files:
-            documents = islice(documents, start.documents, None)
-        for count, raw in documents:
-            batch.append(raw)
-            batch_bytes += len(raw.data)
-            if batch_bytes >= BATCH_BYTES:
-                yield batch, Position(number, count), read_bytes + raw.done
-                batch = []
-                batch_bytes = 0
+def cut_batches(inputs: list[Input], text_field: str, start: Position) -> Iterator[Batch]:
+    """Cut documents into batches of BATCH_BYTES or a little more."""
+    documents: list[Raw] = []
+    size = 0
+    files, done = start
+    read_bytes = sum(file.size for file in inputs[:files])  # bytes of complete files
+    for number, file in enumerate(inputs[files:], start=files):
+        numbered = enumerate(read_documents(file, text_field), start=1)
+        for count, raw in islice(numbered, done, None):
+            documents.append(raw._replace(is_checked=True) if count % EVERY == 1 else raw)
+            size += len(raw.data)
+            if size >= BATCH_BYTES:
+                yield Batch(documents, (number, count), read_bytes + raw.done)
+                documents = []
+                size = 0
+        done = 0
         read_bytes += file.size
-    yield batch, Position(len(inputs)), read_bytes
+    yield Batch(documents, (len(inputs), 0), read_bytes)
 
 
 _encoder: Encoder  # a global of each worker process

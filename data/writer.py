@@ -6,38 +6,25 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
-from io import BufferedRandom
 from pathlib import Path
+from typing import IO
 
 import numpy as np
-from pydantic import Field, TypeAdapter
-from pydantic.dataclasses import dataclass
 
 from common.files import sync_folder, write_atomic
 from data import DataError
-from data.bins import (
-    CLOSED,
-    SHARD_TOKENS,
-    Count,
-    Meta,
-    Shard,
-    Split,
-    is_large,
-    list_shards,
-    partial_folder,
-)
-from data.checked import CHECKED_FILE, INPUTS_FILE, describe_shards, write_record
-from data.encode import Encoded
+from data.bins import SHARD_TOKENS, Meta, Shard, Split, list_shards, partial_folder
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 
 PROGRESS_FILE = "progress.json"  # its folder is data/<name>.partial/, next to the shards
 LOCK_FILE = "lock"
-SHARD_NAME = re.compile(r"(train|val)-\d{5,}\.bin")
-TEMPORARY_END = re.compile(r"\.\d+\.tmp$")  # end of a name that `write_atomic` uses
-OTHER_NAMES = {PROGRESS_FILE, LOCK_FILE, "meta.json", CHECKED_FILE, INPUTS_FILE}
-OTHER_NAMES |= {RANKS_FILE, TOKENIZER_FILE}
+OWN_FILES = re.compile(  # all that a set or an unfinished set may hold
+    r"((train|val)-\d{5,}\.bin|progress\.json|lock|meta\.json|checked\.json|inputs\.json"
+    rf"|{re.escape(RANKS_FILE)}|{re.escape(TOKENIZER_FILE)})(\.\d+\.tmp)?"
+)
 
 
 class Writer(AbstractContextManager["Writer"]):
@@ -81,8 +68,7 @@ class Writer(AbstractContextManager["Writer"]):
         # A kill between writing meta.json and the renaming leaves meta.json here.
         (self.partial / "meta.json").unlink(missing_ok=True)
         self.splits = {
-            "train": _SplitWriter(self.partial, "train", shard_tokens),
-            "val": _SplitWriter(self.partial, "val", shard_tokens),
+            split: _SplitWriter(self.partial, split, shard_tokens) for split in ("train", "val")
         }
 
     def __exit__(self, *_: object) -> None:
@@ -96,29 +82,32 @@ class Writer(AbstractContextManager["Writer"]):
         """Append complete documents: ids (n,), with an end-of-text token after each document."""
         self.splits[split].write(ids.astype("<u2", copy=False), documents)
 
-    def save(self) -> dict[str, Split]:
+    def save(self) -> dict[str, tuple[int, int]]:
         """Wait until everything is on the disk. Returns what `resume` needs."""
-        return {name: split.save() for name, split in self.splits.items()}
+        for split in self.splits.values():
+            split.sync()
+        return {name: (split.tokens, split.documents) for name, split in self.splits.items()}
 
-    def resume(self, splits: dict[str, Split]) -> None:
+    def resume(self, saved: dict[str, tuple[int, int]]) -> None:
         """Continue from what `save` returned; whatever was written later is cut off.
 
         Raises DataError if a shard is missing or too short.
         """
-        for name, split in splits.items():
-            self.splits[name].resume(split)
+        for name, split in self.splits.items():
+            split.resume(*saved.get(name, (0, 0)))
 
     def finish(self, name: str, source: dict, prepare: str) -> Meta:
-        """Close the shards, write meta.json, and rename the folder; an older set is replaced."""
-        splits = {split: writer.finish() for split, writer in self.splits.items()}
-        self._remove_strays(splits)
+        """Write meta.json, and rename the folder; an older set is replaced."""
+        self.save()
+        splits = {split: writer.describe() for split, writer in self.splits.items()}
         meta = Meta(name, identity(self.tokenizer), "uint16", splits, source, prepare)
+        shards = list_shards(meta)
+        keep = {PROGRESS_FILE, LOCK_FILE, *(shard.name for shard in shards)}
+        for path in self.partial.iterdir():
+            if path.name not in keep:
+                path.unlink()  # of an earlier preparation with other arguments
         for file, content in self.tokenizer.files.items():
             write_atomic(self.partial / file, content, durable=True)
-        shards = list_shards(meta)
-        if is_large(shards):
-            hashes = {shard.name: shard.sha256 for shard in shards}
-            write_record(self.partial, describe_shards(self.partial, hashes))
         write_atomic(self.partial / "meta.json", json.dumps(asdict(meta), indent=1), durable=True)
         self._finished = True
         refuse_foreign_files(self.folder)  # a second time: preparing can last hours
@@ -130,15 +119,6 @@ class Writer(AbstractContextManager["Writer"]):
         remove_leftovers(self.folder)
         return meta
 
-    def _remove_strays(self, splits: dict[str, Split]) -> None:
-        """Remove files of an earlier preparation with other arguments."""
-        keep = {PROGRESS_FILE, LOCK_FILE, INPUTS_FILE}
-        for split in splits.values():
-            keep.update(shard.name for shard in split.files)
-        for path in self.partial.iterdir():
-            if path.name not in keep:
-                path.unlink()
-
 
 class _SplitWriter:
     """The shards of one split, one after another."""
@@ -148,71 +128,67 @@ class _SplitWriter:
         self._folder = folder
         self._split = split
         self._shard_tokens = shard_tokens
-        self._shards: list[Shard] = []  # complete shards
-        self._file: BufferedRandom | None = None  # the next shard
+        self._file: IO[bytes] | None = None  # the last shard
 
     def write(self, ids: np.ndarray, documents: int) -> None:
-        self.tokens += len(ids)
         self.documents += documents
         while len(ids):
-            if self._file is None:
-                self._file = self._next_path.open("w+b")
-            room = self._shard_tokens - self._file.tell() // 2  # tokens
-            self._file.write(ids[:room].tobytes())
-            ids = ids[room:]
-            if self._file.tell() == 2 * self._shard_tokens:
-                self._close_shard()
+            number, start = divmod(self.tokens, self._shard_tokens)
+            if self._file is None or start == 0:
+                self.sync()
+                self.close()
+                self._file = self._path(number).open("ab" if start else "wb")
+            part = ids[: self._shard_tokens - start]
+            self._file.write(part.tobytes())
+            self.tokens += len(part)
+            ids = ids[len(part) :]
 
-    def save(self) -> Split:
-        self._sync()
-        return Split(self.tokens, self.documents, list(self._shards))
-
-    def resume(self, done: Split) -> None:
-        """Keep the complete shards; cut the next one to the tokens that it had."""
-        self.tokens = done.tokens
-        self.documents = done.documents
-        self._shards = list(done.files)
-        sizes = {self._folder / shard.name: 2 * shard.tokens for shard in self._shards}
-        next_size = 2 * self.tokens - sum(sizes.values())  # bytes
-        if next_size:
-            sizes[self._next_path] = next_size
+    def resume(self, tokens: int, documents: int) -> None:
+        """Cut the shards to `tokens` in all."""
+        self.tokens = tokens
+        self.documents = documents
+        sizes = self._sizes()
         for path, size in sizes.items():
-            if not path.is_file() or path.stat().st_size < size:
+            if not path.is_file() or path.stat().st_size < 2 * size:
                 raise DataError(
                     f"{path}: missing or shorter than {PROGRESS_FILE} says: start over with --force"
                 )
-        if next_size:
-            self._file = self._next_path.open("r+b")
-            self._file.truncate(next_size)
-            self._file.seek(next_size)
+            os.truncate(path, 2 * size)
+        for path in set(self._folder.glob(f"{self._split}-*.bin")) - sizes.keys():
+            path.unlink()
 
-    def finish(self) -> Split:
-        self._close_shard()
-        return self.save()
+    def describe(self) -> Split:
+        """The split as meta.json has it."""
+
+        def describe_shard(path: Path, tokens: int) -> Shard:
+            with path.open("rb") as file:
+                return Shard(path.name, tokens, hashlib.file_digest(file, "sha256").hexdigest())
+
+        sizes = self._sizes()
+        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+            shards = list(pool.map(describe_shard, sizes.keys(), sizes.values()))
+        return Split(self.tokens, self.documents, shards)
+
+    def sync(self) -> None:
+        if self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file:
             with suppress(OSError):  # closing writes, which fails on a full disk
                 self._file.close()
 
-    @property
-    def _next_path(self) -> Path:
-        return self._folder / f"{self._split}-{len(self._shards):05d}.bin"
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{self._split}-{number:05d}.bin"
 
-    def _close_shard(self) -> None:
-        if self._file:
-            self._sync()
-            tokens = self._file.tell() // 2
-            self._file.seek(0)
-            sha256 = hashlib.file_digest(self._file, "sha256").hexdigest()
-            self._file.close()
-            self._shards.append(Shard(self._next_path.name, tokens, sha256))
-            self._file = None
-
-    def _sync(self) -> None:
-        if self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+    def _sizes(self) -> dict[Path, int]:
+        """The tokens of each shard by its path."""
+        starts = range(0, self.tokens, self._shard_tokens)
+        return {
+            self._path(number): min(self._shard_tokens, self.tokens - start)
+            for number, start in enumerate(starts)
+        }
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -227,104 +203,8 @@ def refuse_foreign_files(folder: Path) -> None:
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        name = TEMPORARY_END.sub("", path.name)
-        if name not in OTHER_NAMES and not SHARD_NAME.fullmatch(name):
+        if not OWN_FILES.fullmatch(path.name):
             raise DataError(
                 f"{folder} holds {path.name!r}, which does not belong to a data set: move it, "
                 f"or choose another --name"
             )
-
-
-@dataclass(config=CLOSED)
-class Progress:
-    """The content of progress.json."""
-
-    made_from: dict  # the set's provenance: only the same arguments and inputs resume it
-    files: Count = 0  # inputs that are tokenized completely
-    documents: Count = 0  # documents of the next input that are tokenized
-    splits: dict[str, Split] = Field(default_factory=dict)  # `files` lists complete shards only
-    empty: Count = 0  # documents of white space only
-    bad: Count = 0  # documents that could not be read
-    links: Count = 0  # links in archives, which have no content
-    # marks between documents in text files that are one document each
-    separators: dict[str, Count] = Field(default_factory=dict)
-    left: dict[str, Count] = Field(default_factory=dict)  # members of archives, by ending
-
-    def add(self, encoded: Encoded) -> None:
-        self.empty += encoded.empty
-        self.bad += encoded.bad
-        self.links += encoded.links
-        for mark, count in encoded.separators.items():
-            self.separators[mark] = self.separators.get(mark, 0) + count
-        for ending, count in encoded.left.items():
-            self.left[ending] = self.left.get(ending, 0) + count
-
-    def count_left_out(self) -> dict[str, int]:
-        """Numbers of documents that are not in the set, as meta.json has them."""
-        return {"empty": self.empty, "bad": self.bad, "links": self.links}
-
-    def save(self, folder: Path) -> None:
-        """Write the file. The shards of `splits` must be on the disk."""
-        write_atomic(folder / PROGRESS_FILE, json.dumps(asdict(self)), durable=True)
-
-
-def read_progress(partial: Path) -> Progress | None:
-    """The record of progress in `partial`; None if there is none or it is damaged."""
-    try:
-        content = json.loads((partial / PROGRESS_FILE).read_bytes())
-        return TypeAdapter(Progress).validate_python(content)
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def find_revision(partial: Path, provenance: dict) -> str | None:
-    """The hub's revision that the unfinished set in `partial` is made from; None if there is none.
-
-    A set with another `provenance` does not count.
-    """
-    progress = read_progress(partial)
-    if progress is None or not provenance.items() <= progress.made_from.items():
-        return None
-    return progress.made_from.get("revision")
-
-
-def resume_progress(partial: Path, provenance: dict, force: bool) -> Progress:
-    """The progress recorded in `partial`, or a new one.
-
-    Raises DataError if the record has another provenance or is damaged; `force` starts over.
-    """
-    progress = read_progress(partial)
-    if progress:  # an older record lacks it
-        progress.made_from.setdefault("tokenizer_files", provenance.get("tokenizer_files"))
-    if progress and progress.made_from == provenance:
-        return progress
-    if (partial / PROGRESS_FILE).exists() and not force:
-        remedy = "start over with --force, or choose another --name"
-        if progress is None:
-            raise DataError(
-                f"{partial} holds an unfinished set whose {PROGRESS_FILE} cannot be read: {remedy}"
-            )
-        changes = describe_changes(progress.made_from, provenance)
-        raise DataError(
-            f"{partial} holds an unfinished set made with other arguments ({changes}): "
-            f"resume with those, {remedy}"
-        )
-    (partial / PROGRESS_FILE).unlink(missing_ok=True)
-    return Progress(provenance)
-
-
-def describe_changes(before: dict, now: dict) -> str:
-    """Describe the keys whose values differ; empty if none does."""
-    texts = []
-    for key in sorted(before | now):
-        if before.get(key) == now.get(key):
-            continue
-        if key == "inputs":
-            texts.append("the input files differ")
-        elif key == "val_inputs":
-            texts.append("the files of --val-source differ")
-        elif key == "tokenizer_files":
-            texts.append("the files of --tokenizer differ")
-        else:
-            texts.append(f"{key} {before.get(key)!r}, now {now.get(key)!r}")
-    return "; ".join(texts)

@@ -39,10 +39,9 @@ from common.progress import progress_bar
 from common.text import text_table
 from data import DataError
 from data.bins import Tokens, read_meta
-from data.encode import Encoder
+from data.encode import Encoder, read_texts
 from data.loader import fixed_windows, number_documents, spread_evenly
 from data.mixture import identify, list_sets, split_windows
-from data.readers import read_documents
 from data.sources import local_inputs
 from data.tokenizer import FileTokenizer, Tokenizer, token_bytes
 from eval.scoring import Scorer, scoring_dtype
@@ -194,14 +193,10 @@ def tokenize_documents(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[np.nd
     """
     encoder = Encoder(tokenizer, 0, TEXT_FIELD)
     counter = ByteCounter(tokenizer)
-    for raw in read_documents(local_inputs([path], "--data", any_text=True)[0], TEXT_FIELD):
-        try:
-            text = encoder.text(raw) or ""
-        except ValueError as error:
-            raise DataError(f"{raw.where} {error}") from error
-        if text.strip():
-            ids, sizes = counter.measure_text(text)
-            yield np.append(np.uint16(tokenizer.eot), ids), np.append(0, sizes)
+    inputs, _ = local_inputs([path], "--data", any_text=True)
+    for text in read_texts(inputs[:1], encoder):
+        ids, sizes = counter.measure_text(text)
+        yield np.append(np.uint16(tokenizer.eot), ids), np.append(0, sizes)
 
 
 class ByteCounter:

@@ -3,11 +3,9 @@ for tests.
 """
 
 import hashlib
-import io
 import itertools
 import json
 import random
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -41,16 +39,6 @@ def in_parts(compress, data: bytes, parts: int = 3) -> bytes:
     """Frames, or members, one after another, each begun in the middle of a line."""
     size = len(data) // parts + 1
     return b"".join(compress(data[i : i + size]) for i in range(0, len(data), size))
-
-
-def tar(members: dict[str, bytes]) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for name, data in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return stream.getvalue()
 
 
 def parquet(path: Path, texts, type_: str = "string", body=None) -> None:
@@ -107,9 +95,10 @@ def run(tmp_path, capsys, monkeypatch):
     """What the command prints; its exit code must be `code`.
 
     Sets are below tmp_path/out. The tokenizer is bytes by default, the name the corpus'. A few
-    documents are split as many are.
+    documents are split as many are, and shards have 999 tokens.
     """
     monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 1)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 999)
 
     def run(*args, code=0, main=prepare.main) -> str:
         args = [str(argument) for argument in args]
@@ -180,7 +169,7 @@ def books(tmp_path) -> tuple:
         "b.jsonl": jsonl([f"{i} green bottles" for i in range(10)]),
     }
     named = "text", "--source", write_tree(tmp_path / "in", files), "--name", "text"
-    return *named, "--val-fraction", 0.3, "--shard-tokens", 999
+    return *named, "--val-fraction", 0.3
 
 
 @pytest.fixture

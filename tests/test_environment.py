@@ -10,7 +10,7 @@ import sys
 
 import conftest
 import pytest
-from corpora import snapshot, tar, write_tree
+from corpora import snapshot, write_tree
 from runs import REPO_ROOT, end
 
 import configure
@@ -51,9 +51,10 @@ WORLD = {
 
 
 def prepare_source(folder):
-    """An archive with texts in two files, one of them another's name with more letters."""
+    """A folder with texts in three files, one of them another's name with more letters."""
     files = {"a.txt": TEXT.encode(), "a.txt.txt": b"another " * 40, "c.txt": b"one more " * 40}
-    return write_tree(folder, {"in.tar": tar(files)})
+    write_tree(folder / "in", files)
+    return folder
 
 
 def list_tokens(folder):
@@ -65,7 +66,7 @@ def list_tokens(folder):
 def test_all_commands_in_another_world(tmp_path):
     usual = prepare_source(tmp_path / "usual")
     options = ["--tokenizer", "bytes", "--name", "set", "--val-fraction", "0.4"]
-    arguments = ["text", "--source", str(usual / "in.tar"), "--out", str(usual / "data"), *options]
+    arguments = ["text", "--source", str(usual / "in"), "--out", str(usual / "data"), *options]
     assert prepare.main(arguments) == 0
     file = conftest.write_tiny(usual, usual / "data")
     settings = ["data.name=set", "run.name=run"]
@@ -79,7 +80,7 @@ def test_all_commands_in_another_world(tmp_path):
     run = f"{odd}/runs/run/"
     overrides = [f"--{setting}" for setting in settings]
     commands = [
-        ("prepare", ["text", "--source", f"{odd}//in.tar", "--out", f"{odd}/data/", *options]),
+        ("prepare", ["text", "--source", f"{odd}//in", "--out", f"{odd}/data/", *options]),
         ("verify", ["set", "--out", f"{odd}/data/"]),
         ("train", [str(own_file), f"--run.dir={odd}/runs/", f"--data.dir={odd}/data/", *overrides]),
         ("val_loss", [run]),
@@ -104,14 +105,14 @@ def test_all_commands_in_another_world(tmp_path):
     assert end(configure.load(file, [*settings, f"run.dir={real / 'runs'}"])) == end(config)
     assert "kern" in (real / "report 🙂/report.html").read_text(encoding="utf-8")
     assert sorted(path.name for path in real.iterdir()) == sorted(
-        ["data", "in.tar", "report 🙂", "runs", own_file.name]
+        ["data", "in", "report 🙂", "runs", own_file.name]
     )
     assert not list(temporary.iterdir())
 
 
 def test_a_set_whose_name_is_part_of_anothers(tmp_path, tiny_file):
     """Sets, runs and keys whose names contain one another do not meet."""
-    source = prepare_source(tmp_path / "in") / "in.tar"
+    source = prepare_source(tmp_path / "in") / "in"
     tokens = {}
     for name, fraction in (("set", 0.4), ("set-2", 0.6), ("set.2", 0.7)):
         arguments = ["text", "--source", str(source), "--out", str(tmp_path), "--name", name]

@@ -49,7 +49,7 @@ def test_every_window_once_an_epoch_however_batches_are_sliced(
             inputs, targets = read.batch(step, start, stop - start)
             x += inputs.tolist()
             y += targets.tolist()
-            indices += read.indices(step, start, stop - start).tolist()
+            indices += read.locate(step, start, stop - start)
         assert np.array_equal(read.batch(step)[0], x[step * batch_size :])
     assert inputs.dtype == targets.dtype == np.int64
     for window, row, targets in zip(indices, x, y, strict=True):
@@ -68,10 +68,7 @@ def test_order_is_frozen():
     assert permute(np.array([10**9]), 10**10, 1337, np.array([3])).tolist() == [5094186605]
     epoch, first = divmod(10 * 10**9, 25)  # a far step of 10 of 25 windows
     order = permute(np.arange(25), 25, 1, np.full(25, epoch)).tolist()
-    assert (
-        Loader(counting(101), 4, 10, seed=1).indices(10**9, 2, 5).tolist()
-        == order[first + 2 : first + 7]
-    )
+    assert Loader(counting(101), 4, 10, seed=1).locate(10**9, 2, 5) == order[first + 2 : first + 7]
     # and validation: the example of `sample_documents`, whose points are at 1/2, 5/4, 3/2 and 9/2
     # windows of the documents 0, 1, 2 and 2
     assert sample_documents(np.array([1, 2, 6]), 4).tolist() == [0, 1 + 1, 3 + 1, 3 + 4]
@@ -192,9 +189,7 @@ def test_documents_of_windows(lengths, block_size, data, stretch):
 
 def test_too_few_tokens_for_a_window():
     assert (
-        Loader(counting(9), 8, 1, 0).indices(0).tolist()
-        == fixed_windows(counting(9), 8, 1).tolist()
-        == [0]
+        Loader(counting(9), 8, 1, 0).locate(0) == fixed_windows(counting(9), 8, 1).tolist() == [0]
     )
     for read in (
         lambda tokens: Loader(tokens, 8, 1, 0),

@@ -1,21 +1,28 @@
 """data/: the commands `data.prepare` and `data.verify`, from corpora to sets."""
 
-import gzip
-import hashlib
 import io
 import itertools
+import json
+import multiprocessing
 import os
 import re
 import shlex
 import shutil
+import signal
+import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import corpora
+import numpy as np
 import pytest
 from corpora import (
+    BYTES,
+    REPO_ROOT,
     corpus_texts,
     documents_of,
     jsonl,
@@ -23,18 +30,21 @@ from corpora import (
     place,
     snapshot,
     split_of,
-    tar,
     write_tree,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from runs import Forked, wait_until
 
-from data import bins, prepare, readers, verify, workers
-from data.bins import check_dataset, read_meta
+from configure import load
+from data import bins, encode, prepare, readers, verify, workers
+from data.bins import check_dataset, open_tokens, read_meta
 from data.encode import Encoder
 from data.sources import SOURCES, local_inputs
+from data.writer import Writer
 
 pytest_plugins = ["corpora"]  # its fixtures
+LAST = "the last shard"
 
 
 def edit(path: Path, position: int, value: bytes) -> None:
@@ -52,93 +62,74 @@ def edit(path: Path, position: int, value: bytes) -> None:
     deadline=None, max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fraction, steps):
-    texts += [
-        "train "
-        + "x" * next(n for n in itertools.count() if place("train " + "x" * n) >= val_fraction)
-    ]
-    texts += [
-        "val " + "x" * next(n for n in itertools.count() if place("val " + "x" * n) < val_fraction)
-    ]
+    """In small batches and shards, and the same to the byte when stopped at a batch and resumed."""
+    for name, wanted in (("train ", False), ("val ", True)):
+        found = (f"{name}{'x' * n}" for n in itertools.count())
+        texts.append(next(text for text in found if (place(text) < val_fraction) == wanted))
     monkeypatch.setattr(prepare, "load_tokenizer", lambda *_: any_tokenizer)
     monkeypatch.setattr(bins, "load_tokenizer", lambda *_: any_tokenizer)
     monkeypatch.setattr(workers, "BATCH_BYTES", steps)
     monkeypatch.setattr(prepare, "SAVE_BYTES", steps)
-    monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 1)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 9 * steps)
+    monkeypatch.setattr(encode, "FEW_DOCUMENTS", 1)
+    encode_batch = workers._encode
+    numbers = itertools.count(1)
+
+    def encode_or_stop(documents):
+        if next(numbers) == steps:
+            raise KeyboardInterrupt
+        return encode_batch(documents)
+
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "in.jsonl").write_bytes(jsonl(texts))
-        args = f"--source {folder}/in.jsonl --name text --out {folder} --shard-tokens {9 * steps}"
-        assert prepare.main(["text", *args.split(), "--val-fraction", str(val_fraction)]) == 0
-        assert documents_of(Path(folder, "text")) == split_of(texts, val_fraction)
-        check_dataset(Path(folder, "text"), any_tokenizer.vocab_size)
-        assert read_meta(Path(folder, "text")).source["empty"] == sum(
-            not text.strip() for text in texts
-        )
+        args = ["text", "--source", f"{folder}/in.jsonl", "--out", folder, "--allow-loss"]
+        args += ["--val-fraction", str(val_fraction)]
+        assert prepare.main([*args, "--name", "whole"]) == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(workers, "_encode", encode_or_stop)
+            assert prepare.main([*args, "--name", "parts"]) in (0, 130)
+        assert prepare.main([*args, "--name", "parts"]) == 0
+        whole, parts = (snapshot(Path(folder, name)) for name in ("whole", "parts"))
+        assert parts.pop("meta.json") != whole.pop("meta.json") and parts == whole
+        assert documents_of(Path(folder, "parts")) == split_of(texts, val_fraction)
+        meta = check_dataset(Path(folder, "parts"), any_tokenizer.vocab_size)
+        assert meta.source["empty"] == sum(not text.strip() for text in texts)
 
 
 def test_the_set_is_the_same_for_any_number_of_workers(
-    run, tmp_path, monkeypatch, small_batches, many_workers
+    run, books, tmp_path, monkeypatch, small_batches, many_workers
 ):
-    texts = corpus_texts()
-    files = {
-        "a.jsonl.gz": gzip.compress(jsonl(texts[:30])),
-        "b.tar": tar({"x.txt": texts[30].encode()}),
-    }
-    write_tree(tmp_path / "in", files)
     pool, sets = mock.Mock(wraps=workers.ProcessPoolExecutor), []
     monkeypatch.setattr(workers, "ProcessPoolExecutor", pool)
     for number in (1, 3):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         monkeypatch.setattr(prepare, "count_cores", lambda number=number: number)
-        out = run("text", "--source", tmp_path / "in", "--shard-tokens", 997, "--val-fraction", 0.2)
+        out = run(*books)
         size = sum(path.stat().st_size for path in (tmp_path / "in").iterdir()) / 1024
         workers_said = "1 worker" if number == 1 else f"{number} workers"
         assert f"text: 2 files, {size:.1f} KiB, bytes, {workers_said}\n" in out
         sets.append(snapshot(tmp_path / "out"))
     assert [call.args[0] for call in pool.call_args_list] == [3]
-    assert sets[0] == sets[1] and len(sets[0]) > 10
-
-
-def test_python_sources_below_other_roots(run, tmp_path, monkeypatch):
-    files = {
-        "one/a.py": "# a",
-        "one/test/b.py": "# b",
-        "two/a.py": "# c",
-        "two/d.txt": "d",
-        "two/e/f.py": "# f",
-    }
-    write_tree(tmp_path, {name: text.encode() for name, text in files.items()})
-    (tmp_path / "none").mkdir()
-    options = ("--name", "code", "--val-fraction", 0.4)
-    args = ("stdlib", "--roots", tmp_path / "two", tmp_path / "one", *options)
-    run(*args)
-    assert documents_of(tmp_path / "out/code") == split_of(["# c", "# f", "# a", "# b"], 0.4)
-    assert "already there" in run(*args)
-    (tmp_path / "link").symlink_to("one")
-    monkeypatch.chdir(tmp_path / "two")
-    assert "already there" in run("stdlib", "--roots", ".", "../link", *options)
-    (tmp_path / "one/a.py").write_text("# other")
-    assert "its files have changed" in run(*args, code=2)
-    assert "none: no .py file there: name another --roots" in run(
-        "stdlib", "--roots", tmp_path / "none", code=2
-    )
+    assert sets[0] == sets[1] and len(sets[0]) > 4
 
 
 def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
     run(*books)
     before = snapshot(tmp_path / "out")
     assert "already there" in run(*books)
+    rows = (tmp_path / "in/a.jsonl").read_bytes()
     for changed, message in (
         (("--val-fraction", 0.5), "val_fraction 0.3, now 0.5"),
         (("--tokenizer", "gpt2"), "tokenizer 'bytes', now 'gpt2'"),
-        (
-            ("--text-field", "body", "--shard-tokens", 500),
-            "shard_tokens 999, now 500; text_field 'text', now 'body'",
-        ),
+        (("--text-field", "body"), "text_field 'text', now 'body'"),
+        ((), "the input files differ"),
     ):
+        (tmp_path / "in/a.jsonl").write_bytes(rows if changed else rows[1:])
         out = run(*books, *changed, code=2)
         assert message in out and "--force" in out and "--name" in out
     assert snapshot(tmp_path / "out") == before
 
+    (tmp_path / "in/a.jsonl").write_bytes(rows)
     run(*books, "--val-fraction", 0.5, "--force")
     assert "--force" not in read_meta(tmp_path / "out/text").prepare
     texts = corpus_texts()[:20] + [f"{i} green bottles" for i in range(10)]
@@ -148,37 +139,6 @@ def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
     assert "already there" in run(*books, "--val-fraction", 0.5)
     os.truncate(tmp_path / "out/text/train-00000.bin", 1000)
     assert "train-00000.bin: expected" in run(*books, "--val-fraction", 0.5, code=2)
-
-
-def test_changed_large_inputs_are_refused(run, tmp_path, monkeypatch):
-    """Each file is read once; later by its time and a sample, and again where these differ."""
-    monkeypatch.setattr(prepare, "HASHED_BYTES", 1000)
-    monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 10)
-    source = tmp_path / "in.txt"
-    text = b"line of a text\n" * 20_000
-    source.write_bytes(text)
-    args = ("text", "--source", source)
-    assert "hashing 293.0 KiB of input once" in run(*args)
-    hashed = []
-    file_digest = hashlib.file_digest
-
-    def note_digest(file, name):
-        hashed.append(Path(file.name).name)
-        return file_digest(file, name)
-
-    monkeypatch.setattr("data.checked.hashlib.file_digest", note_digest)
-    assert "already there" in run(*args) and hashed == []
-    os.utime(source, ns=(0, 0))  # as a copy has it
-    assert "already there" in run(*args) and hashed == ["in.txt"]
-    os.utime(source)
-    between = 293 * 1024 // 30  # the samples are 20 kB apart and have 4 kB
-    edit(source, between, b"X")
-    assert "the input files differ" in run(*args, code=2)
-    source.write_bytes(b"X" + text[1:])
-    assert "the input files differ" in run(*args, code=2)
-    (tmp_path / "out/text/inputs.json").unlink()  # as in a set of an earlier version
-    out = run(*args)
-    assert "no inputs.json, so its input files are not compared" in out and "already there" in out
 
 
 @pytest.mark.parametrize("change", ["grown", "changed", "added", "validation"])
@@ -203,9 +163,7 @@ def test_files_that_change_while_they_are_read_are_an_error(run, tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "encode_inputs", change_after_the_first_batch)
-        said = run(*args, code=2)
-    which = "the files of --val-source" if change == "validation" else "the input files"
-    assert f"changed while they were read ({which} differ)" in said
+        assert "input files changed while they were read" in run(*args, code=2)
     assert list((tmp_path / "out").iterdir()) == []
     run(*args)
     texts = {path.read_text() for path in source.iterdir()}
@@ -220,7 +178,7 @@ def test_a_foreign_file_that_comes_while_a_set_is_replaced(run, books, tmp_path,
         thesis.write_text("mine")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "_check_splits", check_then_write)
+        patch.setattr(prepare, "check_splits", check_then_write)
         said = run(*books, "--force", code=2)
     assert "text holds 'thesis.txt', which does not belong to a data set" in said
     assert thesis.read_text() == "mine"
@@ -246,12 +204,12 @@ def test_few_batches_are_in_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(workers, "cut_batches", count_batches)
     encoder = Encoder(corpora.BYTES, 0.5)
-    inputs = local_inputs([tmp_path / "in.jsonl"])
-    encoded = workers.encode_inputs(inputs, encoder, 1, workers.Position())
+    inputs, _ = local_inputs([tmp_path / "in.jsonl"])
+    encoded = workers.encode_inputs(inputs, encoder, 1)
     for number in range(1, 40):
-        _, position, _ = next(encoded)
-        assert position == (0, number) and len(batches) == number + 2
-    assert [position for _, position, _ in encoded][-1] == (1, 0) and len(batches) == 51
+        _, batch = next(encoded)
+        assert batch.position == (0, number) and len(batches) == number + 2
+    assert [batch.position for _, batch in encoded][-1] == (1, 0) and len(batches) == 51
 
 
 @pytest.mark.parametrize("folder", ["text", "text.partial"])
@@ -266,7 +224,9 @@ def test_a_foreign_folder_is_not_changed(run, books, tmp_path, monkeypatch, fold
     assert snapshot(tmp_path / "out") == before
 
 
-def test_everything_is_on_the_disk_before_a_set_has_its_name(run, tmp_path, disk_calls):
+def test_everything_is_on_the_disk_before_a_set_has_its_name(
+    run, tmp_path, monkeypatch, disk_calls
+):
     """So that a power cut leaves a complete set or one that resumes."""
     texts = corpus_texts()
     (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
@@ -274,7 +234,8 @@ def test_everything_is_on_the_disk_before_a_set_has_its_name(run, tmp_path, disk
     (tmp_path / "out").mkdir()
     disk_calls.clear()
     args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.2)
-    run(*args, "--shard-tokens", size // 2 + 1)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", size // 2 + 1)
+    run(*args)
     assert disk_calls == [
         *("sync train-00000.bin", "sync train-00001.bin", "sync val-00000.bin"),
         *("sync progress.json.tmp", "rename progress.json", "sync text.partial"),
@@ -397,7 +358,7 @@ def test_a_corpus_that_changes_resumes_with_its_revision(
     run, hub, tmp_path, small_batches, stop_at
 ):
     upload(hub, *PROOF_PILE[:2], corpus_texts(), write_zst)
-    args = ("arxiv", "--val-fraction", 0.2, "--shard-tokens", 999)
+    args = ("arxiv", "--val-fraction", 0.2)
     stop_at(13, *args)
     hub.newest = "newer"
     upload(hub, *PROOF_PILE[:2], ["another"] * 4, write_zst, revision="newer")
@@ -421,10 +382,8 @@ def test_a_lost_connection_and_a_hub_out_of_reach(run, hub, tmp_path, monkeypatc
     page = "https://huggingface.co/datasets/common-pile/arxiv_papers"
     assert f"{page} has no files '*.json*.gz' at revision {REVISION}: choose another" in out
     upload(hub, "emozilla/pg19", ["data/train-0.parquet"], ["one", "two", "three"], parquet)
-    monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 10)
     out = run("pg19", "--val-fraction", 1e-6, code=2)
-    assert "none of 3 documents fell into validation at --val-fraction 1e-06: " in out
-    assert "--val-fraction 0.5 makes about 2 of them validation" in out
+    assert "train has 14 and val 0 token(s)" in out and "--val-fraction than 1e-06" in out
     hub.reachable = False
     out = run("fineweb-edu", code=2)
     assert "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu is unreachable" in out
@@ -472,7 +431,7 @@ def test_defaults_of_a_corpus(call, corpus):
     args = prepare.parse_arguments([corpus, *files])
     tokenizer, val_fraction, config = DEFAULTS[corpus]
     assert (args.tokenizer, args.val_fraction, args.config) == (tokenizer, val_fraction, config)
-    assert (args.text_field, args.separator, args.shard_tokens) == ("text", "", 100_000_000)
+    assert (args.text_field, args.separator) == ("text", None)
     assert (args.out, args.workers) == (prepare.DATA_DIR, prepare.count_cores())
     assert (args.skip_bad, args.allow_loss, args.force) == (corpus == "stdlib", False, False)
     assert prepare.parse_arguments([corpus, *files, "--val-fraction", "0.5"]).val_fraction == 0.5
@@ -482,9 +441,11 @@ def test_defaults_of_a_corpus(call, corpus):
     listed = re.split(r"(?m)^(?=\S)", call(prepare.main, "--list"))[1:]
     (entry,) = [entry for entry in listed if entry.startswith(f"{corpus}: {source.about}\n")]
     assert f"\n    tokenizer {tokenizer}, {100 * val_fraction:.2f}% of the documents for" in entry
-    configs = re.findall(r"--config (\S+): (\S+), (\S+)\n +download (.*); (.*) tokens; (.*)", entry)
+    configs = re.findall(
+        r"--config (\S+): (\S+), (\S+)\n +download (.*); (.*) tokens\n +licence: (.*)", entry
+    )
     assert configs == [
-        (name, hub.repo, hub.files, hub.download, hub.tokens, f"licence: {hub.licence}")
+        (name, hub["repo"], hub["files"], hub["download"], hub["tokens"], hub["licence"])
         for name, hub in source.hub.items()
     ]
     assert (f"\n    --source: {source.local}" in entry) == bool(source.local)
@@ -495,14 +456,15 @@ BAD_ARGUMENTS = {
     "": r"which corpus\? One of stdlib, text, shakespeare, fineweb-edu.*--list describes",
     "books3": r"books3 needs files: add --source.*withdrawn for copyright.*pg19",
     "shakespeare": "shakespeare needs files: add --source with input.txt .*download it: https://",
-    "text --source x --roots x": "--roots belongs to the corpus stdlib: text takes --source",
+    "stdlib --roots x": "--roots is no longer an option .*: name Python sources as own",
+    "text --source x --val-source x --val-fraction 0.1": "--val-source replaces --val-fraction",
     "fineweb-edu --config 1BT": "no --config 1BT: choose one of sample-10BT, sample-100BT",
     "pg19 --revision main --source x": "--revision belongs to a data set on the hub",
     "text --source absent": "absent: no such file or folder: correct --source",
     "stdlib --name ../x": "only letters, digits",
     "text --source x --name stdlib": "--name stdlib is the name of a corpus",
     "stdlib --val-fraction nan": "nan: expected a number between 0 and 1",
-    "stdlib --shard-tokens 0": "--shard-tokens 0: expected at least 1",
+    "stdlib --shard-tokens=9": "--shard-tokens is no longer an option .* 100 M tokens",
     "stdlib --workers 0": "--workers 0: expected at least 1",
     "stdlib --source x": "stdlib takes no --source: leave it out, or prepare the corpus `text`",
     "stdlib --revision main": "--revision belongs to a data set on the hub",
@@ -512,7 +474,7 @@ BAD_ARGUMENTS = {
     "stdlib --name a.partial": "--name 'a.partial': use only .* and no .partial at the end",
     "stdlib --name .a": "--name '.a': use only letters",
     "text --source x --tokenizer gpt3": "x: no such file or folder",  # before the tokenizer
-    "stdlib --tokenizer gpt2 --bpe-ranks absent": "absent: cannot read GPT-2's BPE file",
+    "stdlib --tokenizer gpt2 --bpe-ranks absent": "absent: cannot be read or downloaded",
 }
 
 
@@ -559,3 +521,296 @@ def test_verify_describes_a_set_and_finds_every_damaged_file(run, books, tmp_pat
     assert "train-00001.bin: expected 1998 bytes (999 tokens), found 100" in run(
         "books", main=verify.main, code=2
     )
+
+
+# a text of one's own, in one file or a few
+LINES = "".join(f"line {i} of a naïve text\n" for i in range(100))
+
+
+@pytest.fixture
+def few(run, monkeypatch):
+    """The command as it is, few documents included."""
+    monkeypatch.setattr(encode, "FEW_DOCUMENTS", 10)
+    return run
+
+
+def texts_of(folder: Path) -> dict[str, str]:
+    tokens = {name: open_tokens(folder, name) for name in ("train", "val")}
+    return {name: BYTES.decode(each.read(0, len(each))) for name, each in tokens.items()}
+
+
+def test_a_few_documents_are_cut_each(few, tmp_path, small_batches, many_workers):
+    """With end-of-text between the parts of different documents, in the order of the documents."""
+    texts = [f"{i} {LINES}"[: 200 * i] for i in range(1, 10)]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["", *texts[:5], " "]))
+    (tmp_path / "b.jsonl").write_bytes(jsonl(texts[5:]))
+    args = ("text", "--source", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--val-fraction", 0.25)
+    out = few(*args)
+    assert "warning: 9 documents, too few to set some aside: validation is the last 25%" in out
+    assert "2 empty documents" in out
+    cuts = [150 * i for i in range(1, 10)]
+    assert texts_of(tmp_path / "out/text") == {
+        "train": "<|endoftext|>".join(text[:cut] for text, cut in zip(texts, cuts, strict=True)),
+        "val": "<|endoftext|>".join(text[cut:] for text, cut in zip(texts, cuts, strict=True)),
+    }
+    assert [split.documents for split in read_meta(tmp_path / "out/text").splits.values()] == [9, 9]
+    few("text", main=verify.main)
+    out = few(*args)
+    assert "already there" in out and "warning" not in out
+
+
+def test_very_many_documents_are_not_cut(few, tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(jsonl(f"text {i}" for i in range(1000)))
+    args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction")
+    out = few(*args, 1e-5, code=2)
+    assert "none of 1,000 documents fell into validation at --val-fraction 1e-05" in out
+    assert not (tmp_path / "out").exists()  # nothing was tokenized
+    few(*args, re.search(r"--val-fraction (\S+) makes about 10 of them validation", out)[1])
+    assert 5 <= read_meta(tmp_path / "out/text").splits["val"].documents <= 20
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        (b" \n", "", "no documents to read"),
+        (b"\xff", "--skip-bad", "no documents to read"),
+        (b"x", "--val-source empty.txt", "train has 2 and val 0"),
+        (b"x", "--val-source in/a.txt", "in/a.txt is in --source and in --val-source: take it out"),
+        (b"ab", "", r"train has 1 and val 1 token\(s\), both need 2"),
+    ],
+)
+def test_what_cannot_work(few, tmp_path, monkeypatch, text, more, message):
+    monkeypatch.chdir(write_tree(tmp_path, {"in/a.txt": text, "in/b.txt": b"", "empty.txt": b" "}))
+    out = few("text", "--source", "in", *more.split(), code=2)
+    assert re.search(message, out) and not list((tmp_path / "out").glob("*"))
+
+
+def test_val_source(few, tmp_path, small_batches, many_workers):
+    train, val = [f"train {i}" for i in range(40)], [f"val {i}" for i in range(12)]
+    files = {
+        "in/a.jsonl": jsonl(train),
+        "val/b.jsonl.zst": corpora.zstd(jsonl(val[:11])),
+        "c.txt": val[11].encode(),
+    }
+    write_tree(tmp_path, files)
+    args = ("text", "--source", tmp_path / "in", "--val-source", tmp_path / "val")
+    args += (tmp_path / "c.txt",)
+    out = few(*args)
+    assert "warning" not in out and "of 40 and 12 documents" in out
+    assert documents_of(tmp_path / "out/text") == {"train": train, "val": val}
+    few("text", main=verify.main)
+    assert "already there" in few(*args)
+    assert "val_fraction 0.0, now 0.05" in few(*args[:3], code=2)
+    (tmp_path / "c.txt").write_text("other")
+    assert "(the files of --val-source differ)" in few(*args, code=2)
+    (tmp_path / "c.txt").unlink()  # a set is not compared with a part of its files
+    assert "already there" in few(*args)
+
+
+def test_shakespeare_is_nanogpts_characters(few, tmp_path):
+    """As data/shakespeare_char/prepare.py of nanoGPT splits them: the first int(0.9 n) are for
+    training.
+    """
+    text = (
+        "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 7
+    )
+    (tmp_path / "input.txt").write_text(text)
+    few("shakespeare", "--source", tmp_path / "input.txt")
+    meta = check_dataset(
+        tmp_path / "out/shakespeare", load(REPO_ROOT / "config/shakespeare.toml").model.vocab_size
+    )
+    ids = np.fromfile(tmp_path / "out/shakespeare/train-00000.bin", "<u2")
+    assert bytes(ids.astype(np.uint8)).decode() == text[: int(0.9 * len(text))]
+    assert meta.splits["val"].tokens == len(text) - len(ids) and meta.tokenizer["name"] == "bytes"
+
+
+# a preparation that is stopped; test_second_time.py kills it at any step
+@pytest.fixture
+def undisturbed(run, books, tmp_path, small_batches):
+    """The files of a set prepared from `books` in small units, without a stop.
+
+    They are removed again.
+    """
+    run(*books)
+    files = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    return files
+
+
+def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at, monkeypatch):
+    """Files that are tokenized are not read again; what was not recorded is cut off."""
+    stop_at(22, *books)  # in b.jsonl
+    assert "half-prepared. Resume with the command" in run("text", main=verify.main, code=2)
+    unfinished = snapshot(tmp_path / "out")
+    rows = (tmp_path / "in/b.jsonl").read_bytes()
+    for what, *changed in (("val_fraction", "--val-fraction", 0.5), ("the input files differ",)):
+        (tmp_path / "in/b.jsonl").write_bytes(rows if changed else jsonl(["another"]))
+        out = run(*books, *changed, code=2)
+        assert "text.partial holds an unfinished set made with other arguments" in out
+        assert all(words in out for words in (what, "--force", "--name"))
+        assert snapshot(tmp_path / "out") == unfinished
+    (tmp_path / "in/b.jsonl").write_bytes(rows)
+    partial = tmp_path / "out/text.partial"
+    last = max(partial.glob("train-*.bin"))
+    last.write_bytes(last.read_bytes() + b"more")
+    (partial / "val-00077.bin").write_bytes(b"not recorded")
+    opened, read = [], workers.read_documents
+    monkeypatch.setattr(
+        workers, "read_documents", lambda file, *args: opened.append(file.name) or read(file, *args)
+    )
+    out = run(*books)
+    splits = json.loads(unfinished["text.partial/progress.json"])["splits"]
+    written = sum(tokens for tokens, _ in splits.values())
+    assert f", resuming after {written:,} tokens" in out and written > 999
+    assert opened == ["b.jsonl"]
+    done, total = re.search(r"text: (\S+)/(\S+)B, ", out).groups()  # the bar at its end
+    assert done == total
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", LAST, "val-00000.bin"])
+@pytest.mark.parametrize("size", [10, None])
+def test_shards_that_lack_tokens_are_not_resumed(
+    run, books, tmp_path, undisturbed, stop_at, name, size
+):
+    stop_at(22, *books)
+    path = tmp_path / "out/text.partial" / name
+    if name == LAST:
+        path = max(path.parent.glob("train-*.bin"))
+    if size is None:
+        path.unlink()
+    else:
+        os.truncate(path, size)
+    says = f"{path}: missing or shorter than progress.json says: start over with --force"
+    assert says in run(*books, code=2)
+    (path.parent / "progress.json").unlink()
+    run(*books)
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("damage", [None, "{", '{"made_from": 1}'])
+def test_a_set_that_does_not_resume_is_started_over(
+    run, books, tmp_path, undisturbed, stop_at, damage
+):
+    """One of other arguments, or whose record is damaged."""
+    stop_at(13, *books, "--val-fraction", 0.5)
+    if damage:
+        (tmp_path / "out/text.partial/progress.json").write_text(damage)
+        out = run(*books, code=2)
+        assert "progress.json" in out and "--force" in out
+    assert "resuming" not in run(*books, "--force")
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+def test_bad_documents_are_counted_once_by_a_resumed_set(
+    run, stop_at, books, tmp_path, small_batches
+):
+    with (tmp_path / "in/a.jsonl").open("ab") as file:
+        file.write(b"not JSON\n")
+    run(*books, "--skip-bad")
+    undisturbed = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    stop_at(22, *books, "--skip-bad")  # in b.jsonl
+    assert "resuming after" in run(*books, "--skip-bad")
+    assert read_meta(tmp_path / "out/text").source["bad"] == 1
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+def test_two_commands_at_once(run, books, tmp_path, small_batches):
+    (tmp_path / "out").mkdir()
+    with Writer(tmp_path / "out/text", BYTES):
+        for force in ([], ["--force"]):
+            out = run(*books, *force, code=2)
+            assert "another process is preparing this set: wait for it" in out
+    run(*books)
+
+
+def state_and_parent(stat: Path) -> tuple[str, int]:
+    """State and parent of a process; ("Z", 0), a zombie without parent, if it is gone."""
+    with suppress(OSError):
+        state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        return state, int(parent)
+    return "Z", 0
+
+
+def prepare_and_pause(paused, argv):
+    """Begin to prepare a set, and make the file `paused` when 12 batches are cut."""
+
+    def cut_and_pause(*args):
+        for number, batch in enumerate(cut(*args)):
+            if number == 12:
+                paused.touch()
+                time.sleep(3600)
+            yield batch
+
+    workers.BATCH_BYTES, prepare.SAVE_BYTES, prepare.WORKER_BYTES = 50, 1, 500
+    prepare.SHARD_TOKENS = 999
+    cut, workers.cut_batches = workers.cut_batches, cut_and_pause
+    sys.exit(prepare.main(list(map(str, argv))))
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux' /proc")
+def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_workers):
+    """No worker outlives the command, and a later start resumes."""
+    arguments = [*books, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 2]
+    command = Forked(prepare_and_pause, tmp_path / "paused", arguments)
+    files = tmp_path / "paused", tmp_path / "out/text.partial/progress.json"
+    wait_until(lambda: all(file.exists() for file in files), command.process.is_alive)
+    children = [
+        stat
+        for stat in Path("/proc").glob("[0-9]*/stat")
+        if state_and_parent(stat)[1] == command.process.pid
+    ]
+    command.process.kill()
+    assert command.wait(60)[0] == -signal.SIGKILL and len(children) >= 2
+    wait_until(lambda: all(state_and_parent(stat)[0] == "Z" for stat in children))
+    assert not (tmp_path / "out/text").exists()
+    assert "resuming after" in run(*books)
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.integration
+def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_workers, monkeypatch):
+    cuts, cut = itertools.count(1), workers.cut_batches
+
+    def kill_workers(*args):
+        for batch in cut(*args):
+            if next(cuts) == 11:
+                # one that lives could finish all batches
+                for child in multiprocessing.active_children():
+                    child.kill()
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "cut_batches", kill_workers)
+        out = run(*books, "--workers", 2, code=2)
+    assert "a worker process died" in out and "start again to resume, with fewer --workers" in out
+    assert not (tmp_path / "out/text").exists() and not multiprocessing.active_children()
+    assert "resuming after" in run(*books)
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", LAST, "progress.json", "meta.json"])
+def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
+    """Both flushing and closing the file fail."""
+    if name == LAST:
+        name = max(name for name in undisturbed if "train" in name).rpartition("/")[2]
+    real = Path.open
+
+    def open_(path, mode="r", *args, **more):
+        if path.name.startswith(name) and ("w" in mode or "a" in mode):
+            with real(path, "wb") as file:
+                file.write(b"what did fit")
+            return real(Path("/dev/full"), mode, *args, **more)
+        return real(path, mode, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_)
+        out = run(*books, code=2)
+    assert "No space left on device" in out and "make room and start again to resume" in out
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+    recorded = (tmp_path / "out/text.partial/progress.json").exists()
+    assert recorded == (name not in ("train-00000.bin", "progress.json"))
+    assert ("resuming after" in run(*books)) == recorded
+    assert snapshot(tmp_path / "out") == undisturbed

@@ -26,7 +26,6 @@ from runs import Forked, be_killed, checkpoints, content, end, flip, fork_with_f
 import configure
 import train
 from data import encode, prepare, verify, workers
-from data.checked import INPUTS_FILE
 from runtime import RunError, checkpoint
 from runtime.folder import path_of
 from runtime.signals import Stop
@@ -278,14 +277,9 @@ class DisturbedSet(RuleBasedStateMachine):
     def start(self, fraction, force, number=-1):
         """Prepare in a fork, killed before its change `number` of files."""
         command = f"text --source {self.root / 'in'} --tokenizer bytes --name set"
-        command += f" --shard-tokens 90 --out {self.out} --val-fraction {fraction}"
+        command += f" --out {self.out} --val-fraction {fraction}"
         command += " --force" if force else ""
         return fork_with_fault(lambda: prepare.main(command.split()), self.out, number, be_killed)
-
-    def read_set(self):
-        """The files, without times of the source."""
-        files = snapshot(self.out)
-        return {name: data for name, data in files.items() if not name.endswith(INPUTS_FILE)}
 
     def find_wanted(self, fraction):
         key = (self.version, fraction)
@@ -294,7 +288,7 @@ class DisturbedSet(RuleBasedStateMachine):
             self.out.mkdir()
             code, printed = self.start(fraction, force=False)
             assert code == 0, printed
-            self.wanted[key] = self.read_set()
+            self.wanted[key] = snapshot(self.out)
             shutil.rmtree(self.out)
             os.rename(self.root / "aside", self.out)
         return self.wanted[key]
@@ -311,7 +305,7 @@ class DisturbedSet(RuleBasedStateMachine):
             return
         assert force or not before or self.made_from in (request, None)
         if force or not self.is_damaged:
-            assert self.read_set() == self.find_wanted(fraction)
+            assert snapshot(self.out) == self.find_wanted(fraction)
             self.made_from = request
             self.is_damaged = False
 
@@ -336,13 +330,14 @@ class DisturbedSet(RuleBasedStateMachine):
     def teardown(self):
         code, printed = self.start(0.5, force=True)
         assert code == 0, printed
-        assert self.read_set() == self.find_wanted(0.5)
+        assert snapshot(self.out) == self.find_wanted(0.5)
         assert verify.main(["set", "--out", str(self.out)]) == 0
 
 
 def check_sets(folder):
     workers.BATCH_BYTES = 150
     prepare.SAVE_BYTES = 1
+    prepare.SHARD_TOKENS = 90
     encode.FEW_DOCUMENTS = 1
     DisturbedSet.root = folder
     DisturbedSet.wanted = {}

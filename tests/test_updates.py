@@ -396,7 +396,7 @@ def test_loss_that_is_not_finite_stops_before_the_update(tiny, poison, saves_end
     tokens = open_tokens(Path(config.data.dir, config.data.name), "train")
     loader = Loader(tokens, config.model.block_size, config.train.batch_size, config.run.seed)
     assert [part["windows"] for part in rank["micro_batches"]] == [
-        loader.indices(2, at, 4).tolist() for at in (0, 4)
+        loader.locate(2, at, 4) for at in (0, 4)
     ]
     assert math.isfinite(rank["micro_batches"][0]["loss"]) and rank["micro_batches"][1][
         "loss"
