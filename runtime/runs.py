@@ -169,18 +169,6 @@ class Run:
         logs = [line for line in self.metrics if "train/loss" in line]
         return [*self.evaluations.values(), *logs]
 
-    @cached_property
-    def diverged(self) -> int | None:
-        """The first step of the last validation losses that were not finite; None if they were."""
-        first = None
-        for line in self.metrics:
-            if "val/loss" in line:
-                if math.isfinite(line["val/loss"]):
-                    first = None
-                elif first is None:
-                    first = line["step"]
-        return first
-
     @property
     def last_evaluated(self) -> int:
         """The step of its last finite validation loss; 0 without any."""
@@ -387,6 +375,7 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
         for folder, below, files in os.walk(place, onerror=add_unlisted):
             if "config.toml" in files + below:
                 folders.add(Path(folder))
+                below.clear()  # a run holds no other, and many files
     return sorted(folders)
 
 

@@ -134,12 +134,9 @@ def check_runs(runs: Sequence[Run]) -> None:
     """Raise ValueError if runs cannot be points of one law."""
     for run in runs:
         if not run.is_finished:
-            state = run.progress
-            if run.diverged is not None:
-                state = f"its validation loss was not finite at step {run.diverged:,}"
             raise ValueError(
-                f"{run.path}: {state}; a law is of finished runs: continue it with train.py, or "
-                "leave it out"
+                f"{run.path}: {run.progress}; a law is of finished runs: continue it with "
+                "train.py, or leave it out"
             )
         if run.config.train.init_from:
             raise ValueError(

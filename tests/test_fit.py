@@ -172,7 +172,7 @@ def test_command_fits_runs_of_a_ladder(call, tmp_path, monkeypatch):
     ("overrides", "shape", "error"),
     [
         ([], {"until": 0.5}, r"at step .*; a law is of finished runs: continue it"),
-        ([], {"end": np.nan}, "validation loss was not finite at step"),
+        ([], {"end": np.nan}, "val/loss is nan; a law is of finished runs"),
         (["data.name=other"], {}, "data.name is .* so their losses are of different text"),
         (["model.router=tanh"], {}, "model.router is kern and tanh; runs of a ladder differ in"),
         (["optim.name=muon"], {}, "optim.name is adamw and muon"),

@@ -1,6 +1,5 @@
 """Train the runs that questions of the contest lack, and record each as it ends."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from configure import Config
 from data.bins import read_meta
 from data.mixture import identify
 from runtime.distributed import device_name, pick_device
+from runtime.runs import Run
 from runtime.signals import EXIT_CODE, Stop
 from scripts.sweep import Point, train_points
 from track.contest import Line, Made, Protocol, append_line, list_missing, list_overrides, load_rung
@@ -143,11 +143,7 @@ class Runner:
             log = (point.folder / "train.log").read_text(errors="replace")
             diverged = any(words in log for words in DIVERGED)
             return Line(**fields) if diverged else None
-        evaluations = []
-        for text in (point.folder / "metrics.jsonl").read_text().splitlines():
-            metrics = json.loads(text)
-            if "val/loss" in metrics:
-                evaluations.append(metrics)
+        evaluations = [line for line in Run(point.folder).metrics if "val/loss" in line]
         first = evaluations[0]
         last = evaluations[-1]
         fields["loss"] = round(last["val/loss"], 7)
