@@ -5,6 +5,7 @@ are tested against.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,24 +14,14 @@ from torch import Tensor, nn
 
 from kernels import reference, torch_grouped
 
-try:
-    from kernels import (
-        triton_adamw,
-        triton_cross_entropy,
-        triton_experts,
-        triton_linear,
-        triton_norm,
-        triton_router,
-    )
-except ImportError:  # triton exists for Linux only
-    triton_adamw = triton_cross_entropy = triton_experts = None
-    triton_linear = triton_norm = triton_router = None
-
-BACKENDS: dict[str, Callable[..., Tensor] | None] = {
+BACKENDS: dict[str, Callable[..., Tensor]] = {
     "reference": reference.expert_mlp,
     "torch": torch_grouped.expert_mlp,
-    "triton": triton_experts.expert_mlp if triton_experts else None,
+    "triton": lambda *arguments: triton.triton_experts.expert_mlp(*arguments),
 }
+# kernels/triton_kernels.py, once `find_triton_problem` has imported it: only devices that need the
+# kernels wait for Triton's import
+triton: Any = None
 
 
 def expert_mlp(
@@ -77,14 +68,11 @@ def expert_mlp(
             half_weights = (w_in.detach().to(dtype), w_out.detach().to(dtype))
     name = choose_backend(backend, x.device, x.dtype)
     if name == "triton":
-        assert triton_experts, "choose_backend ensures it"
-        return triton_experts.expert_mlp(x, w_in, w_out, weights, experts, activation, half_weights)
+        return BACKENDS[name](x, w_in, w_out, weights, experts, activation, half_weights)
     if half_weights is not None:
         w_in = CastWithGrad.apply(w_in, half_weights[0])
         w_out = CastWithGrad.apply(w_out, half_weights[1])
-    function = BACKENDS[name]
-    assert function is not None, "choose_backend ensures it"
-    return function(x, w_in, w_out, weights, experts, activation)
+    return BACKENDS[name](x, w_in, w_out, weights, experts, activation)
 
 
 def route(
@@ -116,12 +104,12 @@ def route(
     """
     if choose_backend(backend, logits.device, logits.dtype) != "triton":
         return None
-    assert triton_router is not None, "choose_backend ensures it"
-    if formula[0] not in triton_router.PHIS or logits.shape[1] > triton_router.LARGEST:
+    kernel = triton.triton_router
+    if formula[0] not in kernel.PHIS or logits.shape[1] > kernel.LARGEST:
         return None
     selection_bias, c = selection_bias.to(logits.dtype), c.to(logits.dtype)
     gamma = None if gamma is None else gamma.to(logits.dtype)
-    weights, experts, scores, loads, probability, scalars, z_loss = triton_router.compute_routing(
+    weights, experts, scores, loads, probability, scalars, z_loss = kernel.compute_routing(
         logits.contiguous(), selection_bias, c, gamma, *formula, top_k, n_sequence
     )
     return (
@@ -150,11 +138,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str = "auto"
     chosen = choose_backend(backend, x.device, x.dtype)
     if chosen != "triton" or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
-    assert triton_linear is not None and triton_experts is not None, "choose_backend ensures it"
-    fits = triton_experts.major(x.device) == triton_linear.CAPABILITY
-    if not fits or len(weight) > triton_linear.LARGEST:
+    kernel = triton.triton_linear
+    fits = triton.triton_experts.major(x.device) == kernel.CAPABILITY
+    if not fits or len(weight) > kernel.LARGEST:
         return F.linear(x, weight, bias)
-    return triton_linear.multiply_by_weight(x.contiguous(), weight.contiguous(), bias)
+    return kernel.multiply_by_weight(x.contiguous(), weight.contiguous(), bias)
 
 
 def add_norm(
@@ -185,9 +173,9 @@ def add_norm(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     chosen = choose_backend(backend, x.device, x.dtype)
-    if chosen == "triton" and triton_norm is not None and x.shape[-1] <= triton_norm.LARGEST:
+    if chosen == "triton" and x.shape[-1] <= triton.triton_norm.LARGEST:
         wants_both = exact and dtype != x.dtype
-        total, normed, full = triton_norm.normalize_sum(
+        total, normed, full = triton.triton_norm.normalize_sum(
             x.contiguous(),
             None if y is None else y.view_as(x).contiguous(),
             norm.weight,
@@ -244,11 +232,15 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
 @torch.compiler.assume_constant_result
 def find_triton_problem(device: torch.device, dtype: torch.dtype) -> str:
     """Say why the triton backend cannot compute here, and the remedy; empty if it can."""
-    if triton_experts is None:
-        return "needs Triton: on Linux, pip install triton"
-    if dtype not in triton_experts.DTYPES:
+    global triton
+    if triton is None:
+        try:
+            triton = import_module("kernels.triton_kernels")
+        except ImportError:
+            return "needs Triton: on Linux, pip install triton"
+    if dtype not in triton.triton_experts.DTYPES:
         return f"does not compute in {dtype}: use float16, bfloat16 or float32"
-    if triton_experts.INTERPRETED:
+    if triton.triton_experts.INTERPRETED:
         return ""
     if device.type != "cuda" or torch.version.hip:
         remedy = "use a CUDA device, or set TRITON_INTERPRET=1 to try it slowly on a CPU"

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import choose_backend, triton_cross_entropy
+import kernels
+from kernels import choose_backend
 
 CHUNK_BYTES = 2**29  # of logits in the compute dtype; each chunk reads and writes dW once more
 ROWS = 128  # a chunk's rows are a multiple of it: whole tiles of a matrix product
@@ -100,8 +101,7 @@ def forward(
             logits = buffer[: len(x_part)]  # (n, V)
             torch.mm(x_part, w.t(), out=logits)
             if wide is None:
-                assert triton_cross_entropy, "choose_backend ensures it"
-                d_logits = triton_cross_entropy.softmax_cross_entropy(
+                d_logits = kernels.triton.triton_cross_entropy.softmax_cross_entropy(
                     logits, targets_part, losses_part, scale, grad
                 )
             else:

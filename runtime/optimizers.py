@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+import kernels
 from attention import Attention
 from configure.schema import Optim
-from kernels import choose_backend, triton_adamw
+from kernels import choose_backend
 from model import GPT, MLP, Experts
 from runtime.parallel import find_mesh, local_part
 from runtime.transfer import Ratios, find_scale, measure_ratios
@@ -149,13 +150,12 @@ class CopyingAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]  # no loss is returned
         """Take a step with the gradients in place. There is no `closure`."""
-        assert triton_adamw, "for devices where Triton can run"
         counts = [state["step"] for state in self.state.values()]
         torch._foreach_add_(counts, [1 - self.found_inf] * len(counts))
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
-                triton_adamw.adamw_step(
+                kernels.triton.triton_adamw.adamw_step(
                     p,
                     p.grad,
                     state["exp_avg"],

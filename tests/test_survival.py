@@ -131,7 +131,8 @@ def test_variables_of_a_launcher_that_are_wrong_are_named(
 
 
 def test_a_backend_that_cannot_run_leaves_no_folder(tiny, monkeypatch):
-    monkeypatch.setattr("kernels.triton_experts", None)
+    monkeypatch.setattr("kernels.triton", None)
+    monkeypatch.setitem(sys.modules, "kernels.triton_kernels", None)
     with pytest.raises(RunError, match="model.backend: .* needs Triton"):
         train.train(tiny("model.backend=triton"))
     assert not folder.path_of(tiny()).exists()

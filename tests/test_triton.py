@@ -2,6 +2,7 @@
 ones on a GPU.
 """
 
+import sys
 from functools import partial
 from unittest import mock
 
@@ -339,7 +340,8 @@ def test_where_triton_cannot_run(monkeypatch):
             assert problem in kernels.find_triton_problem(cuda, torch.float16)
             wanted = "torch" if problem else "triton"
             assert kernels.choose_backend("auto", cuda, torch.float16) == wanted
-    monkeypatch.setattr(kernels, "triton_experts", None)
+    monkeypatch.setattr(kernels, "triton", None)
+    monkeypatch.setitem(sys.modules, "kernels.triton_kernels", None)
     with pytest.raises(ValueError, match="'triton' needs Triton"):
         run_backend(leaves, experts, d_out)
     assert torch.equal(expert_mlp(*leaves, experts), expert_mlp(*leaves, experts, "torch"))

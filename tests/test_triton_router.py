@@ -3,6 +3,7 @@ GPU.
 """
 
 import math
+import sys
 from itertools import product
 
 import pytest
@@ -314,7 +315,8 @@ def test_where_the_kernel_does_not_run(monkeypatch):
     assert route(*inputs, "triton") is not None
     many = triton_router.LARGEST + 1
     assert route(torch.randn(2, many), torch.zeros(many), *inputs[2:], "triton") is None
-    monkeypatch.setattr(kernels, "triton_experts", None)
+    monkeypatch.setattr(kernels, "triton", None)
+    monkeypatch.setitem(sys.modules, "kernels.triton_kernels", None)
     assert route(*inputs, "auto") is None
 
 
