@@ -329,12 +329,11 @@ def train(
 
 
 def find_scorer(config: configure.Config) -> OpenTasks | None:
-    """Check eval.tasks and return their scorer; None without tasks: eval is not imported."""
+    """The scorer of eval.tasks; None without tasks: eval is not imported."""
     if not config.eval.task_names:
         return None
-    from eval.in_loop import TaskScores, check_run_tasks
+    from eval.in_loop import TaskScores
 
-    check_run_tasks(config)
     return TaskScores
 
 

@@ -7,18 +7,15 @@ import re
 import tempfile
 from abc import ABC, abstractmethod
 from base64 import b64decode
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from common.files import check_regular
 from common.text import first_line
 from data import DataError
-
-if TYPE_CHECKING:  # an extra of transformers and datasets; bytes and gpt2 need none of it
-    from tokenizers import Encoding
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -158,35 +155,15 @@ class FileTokenizer(_Encoder):
 
         Lone surrogates become U+FFFD. Raises DataError if the tokenizer cannot encode a text.
         """
-        encodings = self._encode(texts, self.encoder.encode_batch_fast)
-        return [np.array(encoding.ids, np.uint16) for encoding in encodings]
-
-    def _encode(
-        self, texts: list[str], encode: Callable[..., list["Encoding"]]
-    ) -> list["Encoding"]:
         texts = [_replace_surrogates(text) for text in texts]
         try:
-            return encode(texts, add_special_tokens=False)
+            encodings = self.encoder.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # `tokenizers` raises plain ones, such as for a missing unk_id
             raise DataError(
                 f"tokenizer {self.name} cannot encode a text ({first_line(error)}); "
                 f"use another tokenizer"
             ) from error
-
-    def measure_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a text and the UTF-8 bytes of the text that each stands for, (n,) both.
-
-        All bytes are counted: text that no token stands for belongs to the next token, at the end
-        to the last one.
-        """
-        text = _replace_surrogates(text)
-        (encoding,) = self._encode([text], self.encoder.encode_batch)
-        starts = np.cumsum([0] + [len(character.encode()) for character in text])  # (n + 1,) bytes
-        ends = [end for _, end in encoding.offsets]
-        if ends:
-            ends[-1] = len(text)
-        stops = np.maximum.accumulate(starts[ends]) if ends else np.zeros(0, np.int64)
-        return np.array(encoding.ids, np.uint16), np.diff(stops, prepend=0)
+        return [np.array(encoding.ids, np.uint16) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; broken UTF-8 becomes U+FFFD, special tokens their own text."""

@@ -7,16 +7,14 @@
     python -m eval.downstream runs/A runs/B                    both, and B minus A in one table
     torchrun --nproc_per_node=8 -m eval.downstream runs/NAME   split across ranks
 
-Writes to runs/NAME/eval/step_…/: tasks/TASK.json as soon as a task is done, so that the same
-command resumes after a kill; results.json and table.md at the end. Differences of several runs from
-the first are paired by document, with 95% intervals by Student's t; they say nothing of other
-seeds.
+Writes results.json and table.md to runs/NAME/eval/step_…/, after each task, so that the same
+command resumes after a kill. Differences of several runs from the first are paired by document,
+with 95% intervals by Student's t; they say nothing of other seeds.
 """
 
 import argparse
 import hashlib
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,324 +24,228 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
 
 from common.command import build_parser, command, run_command
-from common.files import write_atomic
+from common.files import DamagedFile, read_json, write_atomic
 from common.text import Table, markdown_table, text_table
 from configure import Config
 from data.bins import sha256_of
 from eval.scoring import Scorer, scoring_dtype
-from eval.tasks import TASKS, TaskMetrics, check_tasks, load_tasks, local_file, score_task
-from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, set_up_device
-from report.comparisons import Difference
+from eval.tasks import (
+    TASKS,
+    PaperTask,
+    TaskMetrics,
+    check_tasks,
+    load_tasks,
+    local_file,
+    score_task,
+)
+from eval.trained import Trained, add_device_argument, add_run_arguments, load_run
+from report.compare import paired
 from report.paper import find_paper_table
 from runtime import RunError, checkpoint, distributed
-from runtime.tracker import start_wandb
 
 if TYPE_CHECKING:  # lm_eval is an extra that other commands do not need
     from lm_eval.tasks import TaskManager
 
     from eval.harness import Adapter
 
-# {name in the code: in the table}
-COLUMNS = {
-    "task": "task",
-    "documents": "documents",
-    "acc": "acc",
-    "acc_norm": "acc_norm",
-    "bits_per_byte": "bits per byte",
-    "chance": "chance",
-    "paper": "paper",
-}
+# {metric: its column}
+METRICS = {"acc": "acc", "acc_norm": "acc_norm", "bits_per_byte": "bits per byte"}
+PAPER = TASKS | {"average": PaperTask("Avg", 1 / 3)}
 DIFFERENCE = "minus the first's, 95%"
 
 
-def result_key(
-    run: Path, trained: Trained, dtype: torch.dtype, folder: Path | None
-) -> dict[str, Any]:
-    """Return what all results in one table share: weights, precision, harness, documents."""
-    checkpoints = run / "checkpoints"
-    steps = checkpoint.steps(checkpoints)
-    stop = steps.index(trained.step) + 1
+class Scored(TypedDict):
+    """A task, or a group of tasks, that was scored."""
+
+    sha256: str  # of its local file
+    results: dict[str, TaskMetrics]
+    values: dict[str, dict[str, list[float]]]  # {task: {metric: [value of each document]}}
+
+
+class Results(TypedDict):
+    """What results.json must have for a later command to use it."""
+
+    key: dict[str, Any]  # what all its results share: weights, precision, harness, documents
+    tasks: dict[str, Scored]
+
+
+def result_key(trained: Trained, dtype: torch.dtype, tasks_dir: Path | None) -> dict[str, Any]:
+    """Return what all results in one file share: weights, precision, harness, documents."""
     files = []
-    for step in steps[stop - trained.average : stop]:
-        manifest = checkpoint.read_manifest(checkpoint.folder_of(checkpoints, step))
-        files.append(manifest["files"])
-    key: dict[str, Any] = {
+    for step in trained.steps:
+        path = checkpoint.folder_of(trained.folder / "checkpoints", step)
+        files.append(checkpoint.read_manifest(path)["files"])
+    return {
         "weights": sha256_of(files),
         "dtype": str(dtype).removeprefix("torch."),
         "lm_eval": version("lm_eval"),
+        "source": str(tasks_dir.absolute()) if tasks_dir else "hub",
     }
-    if trained.ema:
-        key["ema"] = True
-    key["source"] = str(folder.absolute()) if folder else "hub"
-    return key
 
 
-def load_task_results(folder: Path, shared: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Read `folder`/tasks: {task: {"key", "results"}}, of files whose key contains `shared`."""
-    bodies = {}
-    for path in sorted(folder.glob("tasks/*.json")):
-        try:
-            body = json.loads(path.read_text())
-        except ValueError:
-            print(
-                f"warning: {path} cannot be read; {path.stem} is evaluated again", file=sys.stderr
-            )
-            continue
-        if shared.items() <= body["key"].items():
-            bodies[path.stem] = body
-    return bodies
+def read_results(folder: Path, key: dict[str, Any]) -> dict[str, Scored]:
+    """The tasks of `folder`/results.json, {name: scores}; none if it has another key."""
+    try:
+        results = read_json(folder / "results.json", Results)
+    except FileNotFoundError:
+        return {}
+    except DamagedFile as error:
+        print(f"warning: {error}; all tasks are evaluated again", file=sys.stderr)
+        return {}
+    return results["tasks"] if results["key"] == key else {}
 
 
 def evaluate_tasks(
     manager: "TaskManager",
     adapter: "Adapter",
-    folder: Path,
-    shared: dict[str, Any],
+    trained: Trained,
+    key: dict[str, Any],
     args: argparse.Namespace,
-) -> None:
-    """Write one file in `folder`/tasks for each task of --tasks that has none with the same key.
+) -> tuple[Path, dict[str, Scored]]:
+    """Score the tasks of --tasks that have no results of the same model and documents.
 
-    To compare runs, a file of earlier versions, without the values of documents, does not count.
+    Returns:
+        The folder of the results, which are written after each task; and all tasks in it.
     """
-    ranks = adapter.scorer.ranks
-    keys = {}
-    for name in args.tasks:
-        sha256 = None
-        if args.tasks_dir:
-            sha256 = hashlib.sha256(local_file(args.tasks_dir, name).read_bytes()).hexdigest()
-        keys[name] = {**shared, "sha256": sha256}
-    done = {}
-    for name, body in load_task_results(folder, shared).items():
-        if "values" in body or len(args.runs) == 1:
-            done[name] = body["key"]
+    ranks = adapter.ranks
+    fewshot = f"_{args.num_fewshot}shot" if args.num_fewshot else ""
+    limit = f"_limit{args.limit}" if args.limit else ""
+    folder = trained.folder / "eval" / f"{trained.label}{fewshot}{limit}"
     # rank 0 decides for all: another command may be writing
-    done = distributed.gather(done, ranks.control)[0]
-    todo = [name for name in args.tasks if done.get(name) != keys[name]]
+    done = distributed.gather(read_results(folder, key), ranks.control)[0]
+    sha256 = {}
+    for name in args.tasks:
+        documents = local_file(args.tasks_dir, name).read_bytes() if args.tasks_dir else b""
+        sha256[name] = hashlib.sha256(documents).hexdigest()
+    todo = [name for name in args.tasks if done.get(name, {}).get("sha256") != sha256[name]]
     if not ranks.rank and len(todo) < len(args.tasks):
         names = ", ".join(name for name in args.tasks if name not in todo)
-        print(f"done already: {names} ({folder}/tasks)")
+        print(f"done already: {names} ({folder}/results.json)")
     with tempfile.TemporaryDirectory() as scratch:
         for name, loaded in load_tasks(manager, todo, args.tasks_dir, scratch).items():
             if not ranks.rank:
                 print(name, flush=True)
-            results = score_task(
-                name, loaded, adapter, args.num_fewshot, args.limit, by_document=True
-            )
-            values = {task: metrics.pop("values", {}) for task, metrics in results.items()}
-            if not ranks.rank:
-                (folder / "tasks").mkdir(parents=True, exist_ok=True)
-                body = {"key": keys[name], "results": results, "values": values}
-                write_atomic(folder / "tasks" / f"{name}.json", json.dumps(body) + "\n")
+            results, values = score_task(name, loaded, adapter, args.num_fewshot, args.limit)
+            if ranks.rank:
+                continue
+            scored = Scored(sha256=sha256[name], results=results, values=values)
+            done = read_results(folder, key) | {name: scored}
+            folder.mkdir(parents=True, exist_ok=True)
+            report = {"run": trained.config.run.name, "step": trained.step, "key": key}
+            text = json.dumps(report | {"tasks": done}) + "\n"
+            write_atomic(folder / "results.json", text)
+            table = markdown_table(*tabulate_results(done, trained.config))
+            write_atomic(folder / "table.md", f"{table}\n")
+    return folder, done
 
 
-def mean_accuracy(results: dict[str, TaskMetrics]) -> float | None:
-    """Average the accuracy of the paper's six tasks; None if one is missing."""
-    if not set(TASKS) <= set(results):
-        return None
-    return sum(results[task]["acc"] for task in TASKS) / len(TASKS)
+def tabulate_results(done: dict[str, Scored], config: Config) -> Table:
+    """Make head and rows: scores with standard errors, chance, the paper's accuracy.
+
+    The paper's tasks are first, then their average if all are there. Other metrics of a task have
+    rows below it.
+    """
+    results: dict[str, TaskMetrics] = {}
+    for scored in done.values():
+        results |= scored["results"]
+    if set(TASKS) <= set(results):
+        accuracies = [results[task]["acc"] for task in TASKS]
+        results["average"] = {"acc": sum(accuracies) / len(TASKS)}
+    model = {f"model.{key}": value for key, value in config.model.model_dump().items()}
+    table = find_paper_table("downstream", model)
+    paper = table.get("accuracy", {}).get(config.model.router, {})
+    rows = []
+    for task in sorted(results, key=[*PAPER, *results].index):
+        values = results[task]
+        row = [task, str(values.get("documents") or "")]
+        row += [format_metric(values, metric) for metric in METRICS]
+        column, chance = PAPER.get(task, ("", None))
+        row.append(f"{chance:.4f}" if chance else "")
+        row.append(f"{paper[column] / 100:.4f}" if column in paper else "")
+        rows.append(row)
+        for key in values:
+            if key not in METRICS and key != "documents" and "stderr" not in key:
+                rows.append([f"{task}: {key}", "", format_metric(values, key), "", "", "", ""])
+    return ["task", "documents", *METRICS.values(), "chance", "paper"], rows
 
 
 def format_metric(values: TaskMetrics, metric: str) -> str:
     """Format a metric with its standard error, if any; "" if the metric is missing."""
     if metric not in values:
         return ""
-    text = f"{values[metric]:.4f}"
     error = values.get(f"{metric}_stderr")
-    return text if error is None else f"{text} ± {error:.4f}"
+    return f"{values[metric]:.4f}" + (f" ± {error:.4f}" if error is not None else "")
 
 
-def find_paper_accuracies(config: Config) -> dict[str, str]:
-    """Find the accuracies that the paper prints for the model's size and router, by task."""
-    model = {f"model.{key}": value for key, value in config.model.model_dump().items()}
-    printed = find_paper_table("downstream", model).get("accuracy", {}).get(config.model.router, {})
-    columns = {name: task.paper for name, task in TASKS.items()}
-    columns["average"] = "Avg"
-    accuracies = {}
-    for task, column in columns.items():
-        if column in printed:
-            accuracies[task] = f"{printed[column] / 100:.4f}"
-    return accuracies
-
-
-def tabulate_results(results: dict[str, TaskMetrics], config: Config) -> Table:
-    """Make head and rows: scores with standard errors, chance, the paper's accuracy.
-
-    Other metrics of a task have rows below it.
-    """
-    paper = find_paper_accuracies(config)
-    rows = []
-
-    def add_row(**cells: str) -> None:
-        rows.append([cells.get(column, "") for column in COLUMNS])
-
-    for task, values in results.items():
-        add_row(
-            task=task,
-            documents=str(values["documents"] or ""),
-            acc=format_metric(values, "acc"),
-            acc_norm=format_metric(values, "acc_norm"),
-            bits_per_byte=format_metric(values, "bits_per_byte"),
-            chance=f"{TASKS[task].chance:.4f}" if task in TASKS else "",
-            paper=paper.get(task, ""),
-        )
-        for key in values:
-            has_column = key.startswith(("acc", "documents", "bits_per_byte"))
-            if not has_column and "stderr" not in key:
-                add_row(task=f"{task}: {key}", acc=format_metric(values, key))
-    mean = mean_accuracy(results)
-    if mean is not None:
-        chance = sum(task.chance for task in TASKS.values()) / len(TASKS)
-        average = paper.get("average", "")
-        add_row(task="average", acc=f"{mean:.4f}", chance=f"{chance:.4f}", paper=average)
-    return list(COLUMNS.values()), rows
-
-
-def write_results(
-    folder: Path, shared: dict[str, Any], trained: Trained, args: argparse.Namespace
-) -> str:
-    """Write results.json and table.md from all of `folder`/tasks; send them to wandb.
-
-    Returns:
-        The table, aligned.
-    """
-    config = trained.config
-    by_task: dict[str, TaskMetrics] = {}
-    for body in load_task_results(folder, shared).values():
-        by_task.update(body["results"])
-    # the paper's tasks first
-    results = {task: by_task[task] for task in [*TASKS, *by_task] if task in by_task}
-    report = {
-        "run": config.run.name,
-        "step": trained.step,
-        "averaged_checkpoints": trained.average,
-        "num_fewshot": args.num_fewshot,
-        "limit": args.limit,
-        **shared,
-        "average": mean_accuracy(results),
-        "results": results,
-    }
-    write_atomic(folder / "results.json", json.dumps(report, indent=1) + "\n")
-    table = tabulate_results(results, config)
-    note = ""
-    if args.limit:
-        note = f"\n\nOnly the first {args.limit} documents of each task (--limit)."
-    write_atomic(folder / "table.md", f"{markdown_table(*table)}{note}\n")
-    if config.log.wandb != "disabled":
-        send_to_wandb(results, trained, args)
-    return text_table(*table) + note
-
-
-def send_to_wandb(
-    results: dict[str, TaskMetrics], trained: Trained, args: argparse.Namespace
-) -> None:
-    """Add the results of a finished run's last checkpoint to its wandb run.
-
-    Prints a line if that fails.
-    """
-    config = trained.config
-    if args.limit or trained.mean or trained.step < config.train.max_steps:
-        print("wandb: not sent; only full evaluations of a finished run's last checkpoint are")
-        return
-    tracker = start_wandb(config, trained.folder, trained.metadata.get("wandb"))
-    if not tracker:
-        return
-    prefix = f"downstream{name_fewshot(args)}"
-    values = {}
-    for task, metrics in results.items():
-        for key, value in metrics.items():
-            values[f"{prefix}/{task}/{key}"] = value
-    mean = mean_accuracy(results)
-    if mean is not None:
-        values[f"{prefix}/average"] = mean
-    head, rows = tabulate_results(results, config)
-    try:
-        tracker.summarize(values, f"{prefix}/table", head, rows, trained.step + 1)
-        tracker.finish()
-    except Exception as error:  # wandb raises many kinds
-        print(f"wandb: not sent ({type(error).__name__}: {error}); results.json has every number")
-
-
-def compare_values(values: Sequence[float], first: Sequence[float]) -> Difference:
-    """The mean of one run's values minus the first run's, paired by document, by Student's t."""
-    differences = np.subtract(values, first)
-    n = len(differences)
-    error = float(differences.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
-    return Difference(float(differences.mean()), 1, error, n - 1.0, "documents")
-
-
-def tabulate_differences(runs: Sequence[Path], bodies: Sequence[dict[str, dict]]) -> Table:
+def tabulate_differences(runs: Sequence[Path], scored: Sequence[dict[str, Scored]]) -> Table:
     """Head and rows: each metric of each task for every run, and what it is minus the first's.
 
     Args:
         runs: folders.
-        bodies: of each run, {task: the contents of its file}, for the same documents.
+        scored: of each run, {task: scores}, for the same documents.
     """
     head = ["task", "metric", "documents", str(runs[0])]
     for run in runs[1:]:
         head += [str(run), DIFFERENCE]
     rows = []
-    for name, body in bodies[0].items():
-        for task, by_metric in body["values"].items():
+    for name, scores in scored[0].items():
+        for task, by_metric in scores["values"].items():
             for metric, first in by_metric.items():
                 row = [task, metric, str(len(first)), f"{np.mean(first):.4f}"]
-                for other in bodies[1:]:
+                for other in scored[1:]:
                     values = other[name]["values"][task][metric]
-                    row += [f"{np.mean(values):.4f}", str(compare_values(values, first))]
+                    row += [f"{np.mean(values):.4f}", str(paired(values, first))]
                 rows.append(row)
     return head, rows
 
 
-def name_fewshot(args: argparse.Namespace) -> str:
-    """Name --num-fewshot in folders and wandb; "" for zero-shot."""
-    return f"_{args.num_fewshot}shot" if args.num_fewshot else ""
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. Raises RunError for a number out of range."""
+    parser = build_parser("eval.downstream", __doc__)
+    add_run_arguments(parser, several=True)
+    add = parser.add_argument
+    add("--tasks", nargs="+", default=list(TASKS), help="of the harness (default: the paper's six)")
+    folder = "local files TASK.jsonl instead of the hub"
+    add("--tasks-dir", type=Path, metavar="FOLDER", help=folder)
+    add("--limit", type=int, help="documents per task, for a trial")
+    add("--num-fewshot", type=int, default=0, help="(default: %(default)s)")
+    add_device_argument(parser)
+    args = parser.parse_args(argv)
+    args.tasks = list(dict.fromkeys(args.tasks))
+    args.runs = list(dict.fromkeys(args.runs))
+    if args.num_fewshot < 0 or (args.limit is not None and args.limit < 1):
+        raise RunError("--num-fewshot must be at least 0, --limit at least 1")
+    return args
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluate all tasks and write the report."""
-    parser = build_parser("eval.downstream", __doc__)
-    add_run_arguments(parser, several=True)
-    parser.add_argument(
-        "--tasks", nargs="+", default=list(TASKS), help="of the harness (default: the paper's six)"
-    )
-    parser.add_argument(
-        "--tasks-dir", type=Path, metavar="FOLDER", help="local files TASK.jsonl instead of the hub"
-    )
-    parser.add_argument("--limit", type=int, help="documents per task, for a trial")
-    parser.add_argument("--num-fewshot", type=int, default=0, help="(default: %(default)s)")
-    add_device_argument(parser)
-    args = parser.parse_args(argv)
-    args.tasks = list(dict.fromkeys(args.tasks))
-    if args.num_fewshot < 0 or (args.limit is not None and args.limit < 1):
-        raise RunError("--num-fewshot must be at least 0, --limit at least 1")
+    """Evaluate all tasks, and print a table of one run or of the differences between several."""
+    args = parse_arguments(argv)
     manager = check_tasks(args.tasks, args.tasks_dir)
     from eval.harness import Adapter
 
-    args.runs = list(dict.fromkeys(args.runs))
     models = [load_run(run, args.step, args.average, args.ema) for run in args.runs]
-    device = set_up_device(args)
-    limit = f"_limit{args.limit}" if args.limit else ""
-    timeout = models[0][0].config.train.timeout_minutes
-    bodies = []
-    with distributed.process_group(device, timeout) as ranks:
+    device = distributed.pick_device(args.device)
+    scored = []
+    with distributed.process_group(device, models[0][0].config.train.timeout_minutes) as ranks:
         for trained, tokenizer in models:
-            folder = trained.folder / "eval" / f"{trained.label}{name_fewshot(args)}{limit}"
             dtype = scoring_dtype(trained.config, device)
-            shared = result_key(trained.folder, trained, dtype, args.tasks_dir)
+            key = result_key(trained, dtype, args.tasks_dir)
             adapter = Adapter(Scorer(trained.model.to(ranks.device), dtype, ranks), tokenizer)
-            evaluate_tasks(manager, adapter, folder, shared, args)
+            folder, done = evaluate_tasks(manager, adapter, trained, key, args)
             trained.model.cpu()  # the device has one model at a time
-            if not ranks.rank:
-                table = write_results(folder, shared, trained, args)
-                if len(models) == 1:
-                    print(table)
-                print(f"\n{folder}/results.json")
-                done = load_task_results(folder, shared)
-                bodies.append({name: done[name] for name in args.tasks})
-    if len(bodies) > 1:
-        head, rows = tabulate_differences(args.runs, bodies)
+            if ranks.rank:
+                continue
+            scored.append({name: done[name] for name in args.tasks})
+            if len(models) == 1:
+                print(text_table(*tabulate_results(done, trained.config)))
+            print(f"\n{folder}/results.json")
+    if len(scored) > 1:
+        head, rows = tabulate_differences(args.runs, scored)
         print(text_table(head, rows, 2, ["task", "metric", DIFFERENCE]))
 
 

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,21 +35,6 @@ def prefix_errors() -> Iterator[None]:
         raise kind(f"eval.tasks: {error}") from error
 
 
-def check_run_tasks(config: Config) -> tuple[Any, list[str], Path | None]:
-    """Check the tasks of a run without loading documents.
-
-    Returns:
-        The harness' TaskManager, the names of the tasks, and the folder of local files.
-
-    Raises:
-        RunError: the harness, a task or its file is missing.
-    """
-    names = config.eval.task_names
-    folder = Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
-    with prefix_errors():
-        return check_tasks(names, folder), names, folder
-
-
 class TaskScores:
     """Scores a run's model at each evaluation, on tasks loaded once with their documents."""
 
@@ -63,8 +47,10 @@ class TaskScores:
         self.tokenizer = open_tokenizer(config.data.folders[0])
         # Documents are mapped into memory from this folder; it is deleted when the run ends.
         self._scratch = tempfile.TemporaryDirectory()
-        manager, names, folder = check_run_tasks(config)
+        names = config.eval.task_names
+        folder = Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
         with prefix_errors():
+            manager = check_tasks(names, folder)
             self.loaded = load_tasks(manager, names, folder, self._scratch.name)
 
     def __call__(
@@ -73,7 +59,7 @@ class TaskScores:
         """Score the model after `step` steps, if scores are due: see eval.task_interval.
 
         Every rank calls it, and documents are split across them. The model is left in training
-        mode, and the state of random numbers is restored. `sharded` weights are gathered whole on
+        mode; random numbers are seeded. `sharded` weights are gathered whole on
         each rank: batches are unequal, so ranks cannot wait for each other. `stop` is asked between
         batches and tasks.
 
@@ -96,7 +82,7 @@ class TaskScores:
                 # Blocks are compiled for the shape of training, so they run uncompiled here. The
                 # harness' progress bars are hidden.
                 with torch.compiler.set_stance("force_eager"), redirect_stderr(io.StringIO()):
-                    results = score_task(name, loaded, adapter)
+                    results, _ = score_task(name, loaded, adapter)
                 for task, metrics in results.items():
                     for key, value in metrics.items():
                         if "stderr" not in key and value is not None:

@@ -5,21 +5,27 @@ positions that are scored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from common.progress import progress_bar
 from configure import Config
 from model import GPT
 from runtime import distributed
+from runtime.scoring import score
 
 TOKENS = 8192  # in a batch, at most, such as 16 rows of 512 (not measured)
 LOGITS = 2**24  # in memory at once: 64 MiB in float32
+UNSCORED = -1  # the target of a token that is not scored
 
-Pair = tuple[Sequence[int], Sequence[int]]  # context and continuation
+Ids = Sequence[int] | np.ndarray
+Pair = tuple[Ids, Ids]  # context and continuation
 
 
 class Score(NamedTuple):
@@ -27,6 +33,21 @@ class Score(NamedTuple):
 
     loglikelihood: float  # nats
     greedy: bool  # True if each of its tokens was the most likely one
+
+
+class Piece(NamedTuple):
+    """A window whose last tokens are scored."""
+
+    pair: int  # index of the pair that it is of
+    ids: Tensor  # (n,) at most block_size + 1
+    count: int  # of the scored ones
+
+
+class Scores(NamedTuple):
+    """The scores of a batch of windows."""
+
+    losses: Tensor  # (B,) nats in fp64, summed over the scored tokens
+    greedy: Tensor  # (B,) bool
 
 
 class Interrupted(Exception):
@@ -40,33 +61,23 @@ def scoring_dtype(config: Config, device: torch.device) -> torch.dtype:
     return distributed.pick_dtype(config.train.dtype, device, config.model.router)
 
 
+@dataclass
 class Scorer:
-    """Scores continuations with a GPT. Several ranks split the work, and each gets all results."""
+    """Scores continuations with a GPT. Several ranks split the work, and each gets all results.
 
-    def __init__(
-        self,
-        model: GPT,
-        dtype: torch.dtype = torch.float32,
-        ranks: distributed.Ranks | None = None,
-        tokens: int = TOKENS,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Score with a model in evaluation mode, on its device.
+    Attributes:
+        model: in evaluation mode, not wrapped.
+        dtype: of autocast.
+        ranks: split the work; by default one process.
+        tokens: in a batch, at most.
+        is_stopped: asked after each batch.
+    """
 
-        Args:
-            model: not wrapped.
-            dtype: of autocast.
-            ranks: split the work; by default one process.
-            tokens: in a batch, at most.
-            is_stopped: asked between batches.
-        """
-        self.model = model
-        self.config = model.config
-        self.device = model.head.device
-        self.dtype = dtype
-        self.tokens = tokens
-        self.is_stopped = is_stopped
-        self.ranks = ranks or distributed.Ranks(0, 1, self.device)
+    model: GPT
+    dtype: torch.dtype = torch.float32
+    ranks: distributed.Ranks = distributed.Ranks(0, 1, torch.device("cpu"))
+    tokens: int = TOKENS
+    is_stopped: Callable[[], bool] | None = None
 
     def score(self, pairs: Sequence[Pair], progress: str | None = None) -> list[Score]:
         """Score each continuation after its context.
@@ -84,94 +95,81 @@ class Scorer:
                 their part.
         """
         pieces = []
-        counts = []  # pieces of each pair
-        for context, continuation in pairs:
-            parts = split_continuation(context, continuation, self.config.block_size)
-            pieces += parts
-            counts.append(len(parts))
-        piece_scores = iter(self._score_pieces(pieces, progress))
-        scores = []
-        for count in counts:
-            parts = list(islice(piece_scores, count))
-            loglikelihood = sum(part.loglikelihood for part in parts)
-            scores.append(Score(loglikelihood, all(part.greedy for part in parts)))
-        return scores
-
-    def _score_pieces(self, pairs: Sequence[Pair], progress: str | None) -> list[Score]:
-        """Score pairs whose continuations fit into the block."""
-        longest = self.config.block_size + 1
-        lengths = [min(len(context) + len(answer), longest) for context, answer in pairs]
-        all_batches = list(batch_by_length(lengths, self.tokens))
-        batches = all_batches[self.ranks.rank :: self.ranks.world_size]
-        count = sum(len(batch) for batch in batches)
-        scored: dict[int, Score] = {}
-        bar = progress_bar(total=count, desc=progress, disable=not progress)
-        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-        with bar, torch.inference_mode(), autocast:
-            for batch in batches:
-                if self.is_stopped():
-                    break
-                scores = self._score_batch([pairs[i] for i in batch])
-                scored.update(zip(batch, scores, strict=True))
-                bar.update(len(batch))
-        for of_rank in distributed.gather(scored, self.ranks.control):
-            scored.update(of_rank)
-        if len(scored) < len(pairs):
+        for number, pair in enumerate(pairs):
+            pieces += split_pair(number, *pair, self.model.config.block_size)
+        batches = list(batch_by_length(pieces, self.tokens))
+        batches = batches[self.ranks.rank :: self.ranks.world_size]
+        greedy: list[bool] = []
+        with progress_bar(iterable=batches, desc=progress, disable=not progress) as bar:
+            losses = score(
+                self._score_tokens,
+                map(make_batch, bar),
+                self.model.head.device,
+                lambda scores: greedy.extend(scores.greedy.tolist()),
+                self.is_stopped,
+            )
+        own: list[tuple[int, float, bool]] = []
+        if losses is not None:
+            numbers = [piece.pair for batch in batches for piece in batch]
+            own = list(zip(numbers, losses.tolist(), greedy, strict=True))
+        parts = sorted(chain(*distributed.gather(own, self.ranks.control)))
+        if len(parts) < len(pieces):
             raise Interrupted
-        return [scored[i] for i in range(len(pairs))]
-
-    def _score_batch(self, pairs: Sequence[Pair]) -> list[Score]:
-        """Score pairs in one pass, padded on the right."""
-        longest = self.config.block_size + 1
-        rows = []
-        counts = []
-        for context, continuation in pairs:
-            tokens = [*context, *continuation]
-            rows.append(torch.tensor(tokens[-longest:]))
-            counts.append(len(continuation))
-        ids = pad_sequence(rows, batch_first=True)  # (B, T + 1)
-        is_scored = torch.zeros_like(ids[:, 1:], dtype=torch.bool)  # (B, T)
-        for mask, row, count in zip(is_scored, rows, counts, strict=True):
-            last = len(row) - 1
-            mask[last - count : last] = True
-        targets = ids[:, 1:][is_scored].to(self.device)  # (N,) scored tokens
-        hidden, _ = self.model.hidden(ids[:, :-1].to(self.device))  # (B, T, C)
-        hidden = hidden[is_scored.to(self.device)]  # (N, C)
-
-        loglikelihoods = []
-        greedy = []
-        step = max(1, LOGITS // len(self.model.head))
-        for part, target in zip(hidden.split(step), targets.split(step), strict=True):
-            logits = self.model.logits(part).float()  # (step, V)
-            of_target = logits.gather(1, target[:, None])[:, 0]
-            loglikelihoods.append(of_target.double() - logits.logsumexp(1).double())
-            greedy.append(logits.argmax(1) == target)
-        sums = torch.cat(loglikelihoods).cpu().split(counts)
-        matches = torch.cat(greedy).cpu().split(counts)
-        scores = []
-        for nats, match in zip(sums, matches, strict=True):
-            scores.append(Score(nats.sum().item(), bool(match.all())))
+        scores = [Score(0.0, True)] * len(pairs)
+        for number, loss, is_greedy in parts:
+            before = scores[number]
+            scores[number] = Score(before.loglikelihood - loss, before.greedy and is_greedy)
         return scores
 
+    def _score_tokens(self, inputs: Tensor, targets: Tensor) -> Scores:
+        """Score the targets (B, T) that are not UNSCORED."""
+        is_scored = targets != UNSCORED
+        counts = is_scored.sum(1).tolist()
+        with torch.autocast(inputs.device.type, self.dtype, self.dtype != torch.float32):
+            hidden, _ = self.model.hidden(inputs)  # (B, T, C)
+            hidden = hidden[is_scored]  # (N, C)
+            step = max(1, LOGITS // len(self.model.head))
+            losses, greedy = [], []
+            for part, target in zip(
+                hidden.split(step), targets[is_scored].split(step), strict=True
+            ):
+                logits = self.model.logits(part).float()  # (step, V)
+                of_target = logits.gather(1, target[:, None])[:, 0]
+                losses.append(logits.logsumexp(1).double() - of_target.double())
+                greedy.append(logits.argmax(1) == target)
+        sums = [part.sum() for part in torch.cat(losses).split(counts)]
+        matches = [part.all() for part in torch.cat(greedy).split(counts)]
+        return Scores(torch.stack(sums), torch.stack(matches))
 
-def split_continuation(
-    context: Sequence[int], continuation: Sequence[int], block: int
-) -> list[Pair]:
-    """Cut a continuation longer than `block` into pairs with continuations of half that length."""
-    if len(continuation) <= block:
-        return [(context, continuation)]
-    ids = [*context, *continuation]
-    half = max(1, block // 2)
-    starts = range(len(context), len(ids), half)
-    return [(ids[:start], ids[start : start + half]) for start in starts]
+
+def make_batch(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, (B, T) each, padded on the right."""
+    ids = pad_sequence([piece.ids for piece in pieces], batch_first=True)  # (B, T + 1)
+    targets = torch.full_like(ids[:, 1:], UNSCORED)
+    for target, piece in zip(targets, pieces, strict=True):
+        stop = len(piece.ids) - 1
+        target[stop - piece.count : stop] = piece.ids[-piece.count :]
+    return ids[:, :-1], targets
 
 
-def batch_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yield batches of indices of `lengths`, longest first, of at most `tokens` with padding."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+def split_pair(number: int, context: Ids, continuation: Ids, block: int) -> list[Piece]:
+    """Cut a continuation longer than `block` into pieces of half that length, with prefixes."""
+    ids = torch.from_numpy(np.concatenate([context, continuation]).astype(np.int64))
+    size = len(continuation)
+    if size > block:
+        size = max(1, block // 2)
+    pieces = []
+    for start in range(len(context), len(ids), size):
+        window = ids[: start + size]
+        pieces.append(Piece(number, window[-(block + 1) :], len(window) - start))
+    return pieces
+
+
+def batch_by_length(pieces: Sequence[Piece], tokens: int) -> Iterator[list[Piece]]:
+    """Yield batches of pieces, longest first, of at most `tokens` with padding."""
+    order = sorted(pieces, key=lambda piece: -len(piece.ids))
     start = 0
     while start < len(order):
-        longest = lengths[order[start]]
-        stop = start + max(1, tokens // longest)
+        stop = start + max(1, tokens // len(order[start].ids))
         yield order[start:stop]
         start = stop

@@ -13,8 +13,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +27,7 @@ from runtime import RunError
 if TYPE_CHECKING:  # lm_eval is an extra that other commands do not need
     from lm_eval.tasks import TaskManager
 
-    from eval.harness import Adapter, Loglikelihood
+    from eval.harness import Adapter
 
 
 class PaperTask(NamedTuple):
@@ -173,9 +172,9 @@ def load_tasks(
         use_cache_if_offline()
     loaded = {}
     for name in names:
+        seed_as_harness()
         try:
-            with fixed_seeds():
-                loaded[name] = manager.load([write_task_spec(manager, name, folder, scratch)])
+            loaded[name] = manager.load([write_task_spec(manager, name, folder, scratch)])
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             if folder:
@@ -186,89 +185,65 @@ def load_tasks(
                 f"{name} cannot be loaded from the Hugging Face hub ({reason}). To use local "
                 f"files, name a folder that holds {name}.jsonl (--tasks-dir, eval.tasks_dir)"
             ) from error
-        for task in loaded[name]["tasks"].values():
-            add_bits_per_byte(task)
     return loaded
 
 
-@contextmanager
-def fixed_seeds() -> Iterator[None]:
-    """Seed random numbers as the harness' own command does; restore their states at the end."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(cuda):
-        random.seed(0)
-        np.random.seed(1234)
-        torch.manual_seed(1234)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+def seed_as_harness() -> None:
+    """Seed random numbers as the harness' own command does. Training seeds its own each step."""
+    random.seed(0)
+    np.random.seed(1234)
+    torch.manual_seed(1234)
 
 
-def add_bits_per_byte(task: Any) -> None:
-    """Add the metric `bits_per_byte` to a task, if its answers are scored by log-likelihood."""
-    from lm_eval.api.metrics import mean
-    from lm_eval.api.task import ConfigurableTask
+def count_scored_bytes(context: str, continuation: str) -> int:
+    """UTF-8 bytes of the text that the harness scores.
 
-    if not isinstance(task, ConfigurableTask):
-        return
-    if task.OUTPUT_TYPE not in ("multiple_choice", "loglikelihood"):
-        return
-    score = task.process_results
-
-    def process_results(doc: dict, results: Any) -> dict[str, Any]:
-        metrics = dict(score(doc, results))
-        bits = answer_bits(task, doc, [loglikelihood for loglikelihood, _ in results])
-        if bits is not None:
-            metrics["bits_per_byte"] = bits
-        return metrics
-
-    task.process_results = process_results  # pyrefly: ignore[missing-attribute]
-    task.aggregation()["bits_per_byte"] = mean
-    task.higher_is_better()["bits_per_byte"] = False
+    White space at the context's end belongs to it, see `_encode_pair` of the harness.
+    """
+    moved = context[len(context.rstrip()) :]
+    return len((moved + continuation).encode("utf-8", "replace"))
 
 
-def answer_bits(task: Any, doc: dict, loglikelihoods: Sequence["Loglikelihood"]) -> float | None:
+def answer_bits(task: Any, sample: dict[str, Any]) -> float | None:
     """Compute the bits per byte of the right answer to a document.
 
     Args:
-        task: a ConfigurableTask of lm-evaluation-harness.
-        doc: the document.
-        loglikelihoods: of its answers in order, nats.
+        task: of lm-evaluation-harness.
+        sample: what the harness logs of the document.
 
     Returns:
-        The least of all right answers; None if the document names none.
+        The least of all right answers; None if the document names none, or if the task's answers
+        are not scored by log-likelihood.
     """
-    target = task.doc_to_target(doc)
-    if task.OUTPUT_TYPE == "loglikelihood":
-        choices: list[Any] = [target]
-        right = [0]
-    else:
-        choices = task.doc_to_choice(doc)
-        right = target
+    right = sample["target"]
+    choices: list[Any] = [right]
+    if task.OUTPUT_TYPE == "multiple_choice":
+        choices = task.doc_to_choice(sample["doc"])
         if task.multiple_input:  # choices are contexts of one answer; doc_to_text names the right
-            right = task.doc_to_text(doc)
-        if isinstance(right, int | str):
-            right = [right]
+            right = task.doc_to_text(sample["doc"])
+    elif task.OUTPUT_TYPE != "loglikelihood":
+        return None
     bits = []
-    for choice in right:
+    for choice in right if isinstance(right, list) else [right]:
         index = choices.index(choice) if isinstance(choice, str) and choice in choices else choice
         if isinstance(index, int) and 0 <= index < len(choices):
-            nats = -loglikelihoods[index]
-            bits.append(nats / (math.log(2) * loglikelihoods[index].size))
+            loglikelihood, _ = sample["resps"][index][0]
+            size = count_scored_bytes(*sample["arguments"][index])
+            bits.append(-loglikelihood / (math.log(2) * size))
     return min(bits, default=None)
 
 
-def list_values(samples: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
+def list_values(task: Any, samples: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
     """The metrics of each document that are numbers, unfiltered, from the harness' samples."""
     values: dict[str, list[float]] = {}
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
-        for metric in sample["metrics"]:
-            if sample["filter"] == "none" and isinstance(sample[metric], int | float):
-                values.setdefault(metric, []).append(float(sample[metric]))
+        if sample["filter"] != "none":
+            continue
+        metrics = {metric: sample[metric] for metric in sample["metrics"]}
+        metrics["bits_per_byte"] = answer_bits(task, sample)
+        for metric, value in metrics.items():
+            if isinstance(value, int | float):
+                values.setdefault(metric, []).append(float(value))
     return values
 
 
@@ -278,8 +253,7 @@ def score_task(
     adapter: "Adapter",
     num_fewshot: int = 0,
     limit: int | None = None,
-    by_document: bool = False,
-) -> dict[str, TaskMetrics]:
+) -> tuple[dict[str, TaskMetrics], dict[str, dict[str, list[float]]]]:
     """Score a model on a task or a group of tasks.
 
     Args:
@@ -288,10 +262,9 @@ def score_task(
         adapter: of the model.
         num_fewshot: examples in a prompt, unless the task says 0.
         limit: score the first documents of each task only.
-        by_document: metrics have "values", {metric: [value of each document]}, too.
 
     Returns:
-        {task: metrics}, on every rank.
+        {task: metrics} and {task: {metric: [value of each document]}}, on every rank.
 
     Raises:
         RunError: the harness cannot evaluate it.
@@ -303,12 +276,10 @@ def score_task(
         if task.get_config("num_fewshot") != 0:
             task.set_config(key="num_fewshot", value=num_fewshot)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    seed_as_harness()
     try:
-        with fixed_seeds():
-            # not lm_eval.simple_evaluate, which inspects the machine for seconds
-            results: Any = lm_eval.evaluate(
-                adapter, loaded, limit=limit, log_samples=by_document, bootstrap_iters=1000
-            )
+        # not lm_eval.simple_evaluate, which inspects the machine for seconds
+        results: Any = lm_eval.evaluate(adapter, loaded, limit=limit, bootstrap_iters=1000)
     except RunError:
         raise
     # most often a document that lacks a column
@@ -318,14 +289,19 @@ def score_task(
             f"column, or there are fewer documents than --num-fewshot asks for"
         ) from error
     scores = {}
-    for task, values in results["results"].items():
-        metrics: TaskMetrics = {}
-        for key, value in values.items():
-            if isinstance(value, float):
-                metrics[key.removesuffix(",none")] = value
+    values = {}
+    for task, metrics in results["results"].items():
+        scores[task] = {
+            key.removesuffix(",none"): value
+            for key, value in metrics.items()
+            if isinstance(value, float)
+        }
+        values[task] = list_values(loaded["tasks"].get(task), results["samples"].get(task, []))
+        bits = values[task].get("bits_per_byte", [])
+        if bits:
+            scores[task]["bits_per_byte"] = float(np.mean(bits))
+        if len(bits) > 1:
+            scores[task]["bits_per_byte_stderr"] = float(np.std(bits, ddof=1)) / len(bits) ** 0.5
         count = results["n-samples"].get(task, {"effective": None})  # a group has no count
-        metrics["documents"] = count["effective"]
-        if by_document:
-            metrics["values"] = list_values(results["samples"].get(task, []))
-        scores[task] = metrics
-    return scores
+        scores[task]["documents"] = count["effective"]
+    return scores, values

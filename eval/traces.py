@@ -6,25 +6,23 @@ N = W·T, K experts chosen per token.
 """
 
 import io
-import math
-import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.files import write_atomic
-from common.text import first_line
+from common.progress import progress_bar
 from eval.trained import Trained
-from model import GPT
+from model import GPT, Output
 from router import Router, Routing
-from runtime import RunError
+from runtime.scoring import score
 
 BATCH_TOKENS = 4096  # in a pass, approximate
-FIELDS = ("experts", "gates", "losses", "tokens", "n_expert", "tokenizer", "source")
 
 
 def find_routers(model: GPT) -> list[Router]:
@@ -74,43 +72,48 @@ def replay_routing(model: GPT, experts: Tensor) -> Iterator[None]:
             router.replay = None
 
 
-@torch.no_grad()
-def trace_windows(
-    model: GPT, tokens: np.ndarray, experts: np.ndarray | None = None
-) -> dict[str, np.ndarray]:
+class Trace(NamedTuple):
+    """What the routers of a model decide for W windows of T tokens."""
+
+    experts: np.ndarray  # (L, N, K) int16, highest score first
+    gates: np.ndarray  # (L, N, K) float32
+    losses: np.ndarray  # (W,) float64, nats per token
+    entropy: np.ndarray  # (L,) float64, see `balance.Stats`
+
+
+def trace_windows(model: GPT, tokens: np.ndarray) -> Trace:
     """Trace a model on windows.
 
     Args:
         model: in evaluation mode.
         tokens: (W, T + 1), windows with their targets.
-        experts: (L, N, K), to replay in place of the model's own choice.
-
-    Returns:
-        The fields `experts` (L, N, K), `gates` (L, N, K) and `losses` (W,), nats per token.
     """
+    W = len(tokens)
     T = tokens.shape[1] - 1
-    n_batches = min(len(tokens), math.ceil(tokens.size / BATCH_TOKENS))
-    chosen = []
-    gates = []
-    losses = []
-    for rows in np.array_split(np.arange(len(tokens)), n_batches):
-        ids = torch.from_numpy(tokens[rows]).long().to(model.head.device)
-        inputs = ids[:, :-1].contiguous()
-        targets = ids[:, 1:].contiguous()
-        with ExitStack() as stack:
-            if experts is not None:
-                first = rows[0] * T
-                part = torch.from_numpy(experts[:, first : first + inputs.numel()])
-                stack.enter_context(replay_routing(model, part))
-            decisions = stack.enter_context(record_decisions(model))
-            losses.append(model(inputs, targets).losses.double())
-        chosen.append(torch.stack([routing.experts for routing in decisions]).short())
-        gates.append(torch.stack([routing.weights for routing in decisions]))
-    return {
-        "experts": torch.cat(chosen, 1).cpu().numpy(),
-        "gates": torch.cat(gates, 1).cpu().numpy(),
-        "losses": torch.cat(losses).cpu().numpy(),
-    }
+    size = max(1, BATCH_TOKENS // T)
+    chosen, gates, entropies = [], [], []
+
+    def read_batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for start in progress_bar(iterable=range(0, W, size), desc="traced", leave=False):
+            ids = torch.from_numpy(tokens[start : start + size]).long()
+            yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    with record_decisions(model) as decisions:
+
+        def observe(output: Output) -> None:
+            chosen.append(torch.stack([routing.experts for routing in decisions]).short().cpu())
+            gates.append(torch.stack([routing.weights for routing in decisions]).float().cpu())
+            entropies.append(output.stats.entropy.double() * chosen[-1].shape[1])
+            decisions.clear()
+
+        losses = score(model, read_batches(), model.head.device, observe)
+    assert losses is not None, "nobody stops it"
+    return Trace(
+        experts=torch.cat(chosen, 1).numpy(),
+        gates=torch.cat(gates, 1).numpy(),
+        losses=losses.double().cpu().numpy(),
+        entropy=(torch.stack(entropies).sum(0) / (W * T)).cpu().numpy(),
+    )
 
 
 def write_trace(file: Path, trained: Trained, tokens: np.ndarray) -> None:
@@ -118,57 +121,17 @@ def write_trace(file: Path, trained: Trained, tokens: np.ndarray) -> None:
 
     Raises OSError.
     """
+    trace = trace_windows(trained.model, tokens)
     data = io.BytesIO()
     np.savez_compressed(
         data,
         allow_pickle=False,
-        **trace_windows(trained.model, tokens),
+        experts=trace.experts,
+        gates=trace.gates,
+        losses=trace.losses,
         tokens=tokens.astype(np.uint16),
         n_expert=trained.config.model.n_expert,
         source=f"{trained.config.run.name}, {trained.label}",
         tokenizer=trained.metadata["tokenizer"],
     )
     write_atomic(file, data.getvalue())
-
-
-def read_trace(file: Path, trained: Trained) -> dict[str, np.ndarray]:
-    """Read a trace to replay.
-
-    Raises RunError if it is damaged or does not fit the model, and OSError.
-    """
-    model = trained.config.model
-    run = trained.config.run.name
-    with file.open("rb") as opened:
-        if not zipfile.is_zipfile(file):
-            raise RunError(f"{file} is not a routing trace (no .npz); write one with --trace")
-        try:
-            archive = np.load(opened)
-            trace = {name: archive[name] for name in FIELDS}
-            experts = trace["experts"]
-            n_expert = int(trace["n_expert"])
-            L, N, K = experts.shape
-            W, width = trace["tokens"].shape
-            T = width - 1
-            intact = N == W * T and 0 <= experts.min() <= experts.max() < n_expert
-        except Exception as error:  # numpy and zipfile raise many kinds
-            raise RunError(
-                f"{file} is not a routing trace ({first_line(error)}); write one with --trace"
-            ) from error
-    if trace["tokenizer"] != trained.metadata["tokenizer"]:
-        raise RunError(
-            f"{file}: its tokenizer is not that of {run}; "
-            f"trace a run on data with the same tokenizer"
-        )
-    if not intact or trace["tokens"].max() >= model.vocab_size:
-        raise RunError(
-            f"{file}: its experts, of {N} tokens, are not those of {W} windows of {T}; "
-            f"write it again"
-        )
-    of_model = (model.n_layer, model.n_expert, model.top_k)
-    of_trace = (L, n_expert, K)
-    if of_trace != of_model:
-        raise RunError(
-            f"{file} has {of_trace} layers with experts, n_expert and top_k, {run} {of_model}; "
-            f"trace a run with these"
-        )
-    return trace

@@ -1,15 +1,15 @@
 """Load a run's model for evaluation: one checkpoint, the mean of several, or the EMA."""
 
 import argparse
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-import configure
+from configure import Config
 from data import DataError
 from data.bins import (
     Tokens,
@@ -22,7 +22,7 @@ from data.bins import (
 )
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
-from runtime import RunError, checkpoint, distributed
+from runtime import RunError, checkpoint
 from runtime.checkpoint import LazyTensors
 from runtime.parallel import without_parameters
 from runtime.runs import Run
@@ -33,13 +33,16 @@ class Trained(NamedTuple):
     """A model and its origin."""
 
     model: GPT  # on the CPU, in evaluation mode; with `lazy`, without memory for parameters
-    config: configure.Config
-    step: int
-    average: int  # number of checkpoints averaged, the last one at `step`; 1: no averaging
-    metadata: dict[str, Any]  # in the checkpoint: sha256 of data and tokenizer, the wandb id
+    config: Config
+    steps: list[int]  # of its checkpoints; several: the weights are their mean
+    metadata: dict[str, Any]  # in the last one: sha256 of data and tokenizer, the wandb id
     folder: Path  # runs/<name>
     ema: bool = False  # True if the weights are the running mean (train.ema_decay)
     lazy: LazyTensors | None = None  # the weights, if they stay in the checkpoint
+
+    @property
+    def step(self) -> int:
+        return self.steps[-1]
 
     @property
     def state(self) -> Mapping[str, torch.Tensor]:
@@ -52,8 +55,8 @@ class Trained(NamedTuple):
         name = checkpoint.folder_of("", self.step).name
         if self.ema:
             return f"{name}_ema"
-        if self.average > 1:
-            return f"{name}_mean{self.average}"
+        if len(self.steps) > 1:
+            return f"{name}_mean{len(self.steps)}"
         return name
 
     @property
@@ -66,8 +69,8 @@ class Trained(NamedTuple):
         """Text for tables that says which mean the weights are; empty for one checkpoint."""
         if self.ema:
             return f"EMA of decay {self.config.train.ema_decay:g}"
-        if self.average > 1:
-            return f"mean of {self.average} checkpoints"
+        if len(self.steps) > 1:
+            return f"mean of {len(self.steps)} checkpoints"
         return ""
 
 
@@ -96,11 +99,6 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def set_up_device(args: argparse.Namespace) -> torch.device:
-    """Return the device of --device. Raises RunError if there is no such device."""
-    return distributed.pick_device(args.device)
-
-
 def load_model(
     folder: str | Path,
     step: int | None = None,
@@ -125,53 +123,6 @@ def load_model(
     """
     run = Run(folder)
     folder, config = run.path, run.config
-    _check_mean(config, folder, average, ema)
-    checkpoints = run.checkpoint_folder
-    steps = _choose_steps(run, step, average)
-    for chosen in steps:
-        _check_settings(config, checkpoint.folder_of(checkpoints, chosen))
-    with without_parameters() if lazy else nullcontext():
-        model = GPT(config.model).eval().requires_grad_(False)
-    state = None
-    if lazy:
-        state, metadata = _open_states(checkpoints, steps, model, ema)
-    else:
-        metadata = checkpoint.restore_weights(checkpoints, steps[-1], model, ema)
-    if average > 1 and not lazy:
-        sums = {name: tensor.double() for name, tensor in model.state_dict().items()}
-        for other in steps[:-1]:
-            checkpoint.restore_weights(checkpoints, other, model)
-            for name, tensor in model.state_dict().items():
-                sums[name] += tensor
-        model.load_state_dict({name: total / average for name, total in sums.items()})
-    if config.data.document_mask:
-        model.document_token = metadata["document_token"]
-    return Trained(model, config, steps[-1], average, metadata, folder, ema, state)
-
-
-def _open_states(
-    checkpoints: Path, steps: list[int], model: GPT, ema: bool
-) -> tuple[LazyTensors, dict[str, Any]]:
-    """The weights at the last of `steps`, or their mean over all, and the last one's metadata."""
-    last, metadata = checkpoint.open_weights(checkpoints, steps[-1], model, ema)
-    others = []
-    for step in steps[:-1]:
-        others.append(checkpoint.open_weights(checkpoints, step, model)[0])
-
-    def average(name: str) -> torch.Tensor:
-        tensor = last[name]
-        total = tensor.double()
-        for other in others:
-            total += other[name]
-        return (total / len(steps)).to(tensor.dtype)
-
-    if not others:
-        return last, metadata
-    return LazyTensors({name: partial(average, name) for name in last}), metadata
-
-
-def _check_mean(config: configure.Config, folder: Path, average: int, ema: bool) -> None:
-    """Raise RunError if the run has no mean as asked for."""
     if ema and not config.train.ema_decay:
         raise RunError(
             f"--ema: {folder} has no EMA of its weights (train.ema_decay = 0); leave --ema out, "
@@ -182,12 +133,34 @@ def _check_mean(config: configure.Config, folder: Path, average: int, ema: bool)
             f"--ema with --average {average}: the weights can be one mean or the other; "
             f"leave one out"
         )
+    steps = _choose_steps(run, step, average)
+    with without_parameters() if lazy else nullcontext():
+        model = GPT(config.model).eval().requires_grad_(False)
+    states = []
+    metadata: dict[str, Any] = {}
+    for chosen in steps:
+        state, metadata = checkpoint.open_weights(run.checkpoint_folder, chosen, model, ema)
+        path = checkpoint.folder_of(run.checkpoint_folder, chosen)
+        check_model_settings(config, metadata, path)
+        states.append(state)
+    weights = LazyTensors({name: partial(_average, states, name) for name in states[-1]})
+    if not lazy:
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(weights[name])
+    if config.data.document_mask:
+        model.document_token = metadata["document_token"]
+    return Trained(model, config, steps, metadata, folder, ema, weights if lazy else None)
 
 
-def _check_settings(config: configure.Config, path: Path) -> None:
-    """Raise RunError if the checkpoint `path` was trained with other settings than `config`."""
-    with suppress(checkpoint.DamagedError):  # `restore_weights` explains it
-        check_model_settings(config, checkpoint.read_manifest(path)["facts"], path)
+def _average(states: Sequence[LazyTensors], name: str) -> torch.Tensor:
+    """The mean of a tensor over states, computed in fp64."""
+    last = states[-1][name]
+    if len(states) == 1:
+        return last
+    total = last.double()
+    for state in states[:-1]:
+        total += state[name]
+    return (total / len(states)).to(last.dtype)
 
 
 def _choose_steps(run: Run, step: int | None, average: int) -> list[int]:
@@ -197,29 +170,32 @@ def _choose_steps(run: Run, step: int | None, average: int) -> list[int]:
     """
     steps = run.checkpoints
     damaged = checkpoint.steps(run.checkpoint_folder, ".damaged")
-    if step is None and steps:
-        last = steps[-1]
-        if damaged and damaged[-1] > last:
-            print(
-                f"warning: {run}: the checkpoint of step {damaged[-1]} is damaged; "
-                f"using that of step {last}"
-            )
-    elif step in steps:
-        last = step
-    else:
-        wanted = "" if step is None else f" of step {step}"
-        present = ", ".join(map(str, steps)) or "none"
-        if damaged:
-            present += f"; damaged: {', '.join(map(str, damaged))}"
-        remedy = "name one of these" if steps else "train it first"
-        raise RunError(f"{run}: no checkpoint{wanted}, it has {present}; {remedy}")
-    steps = [other for other in steps if other <= last]
+    present = f"it has {', '.join(map(str, steps)) or 'none'}"
+    if damaged:
+        present += f"; damaged: {', '.join(map(str, damaged))}"
+    if not steps:
+        raise RunError(f"{run}: no checkpoint, {present}; train it first")
+    if step is None:
+        step = steps[-1]
+        if damaged and damaged[-1] > step:
+            print(f"warning: {run}: {present}; using that of step {step}")
+    if step not in steps:
+        raise RunError(f"{run}: no checkpoint of step {step}, {present}; name one of these")
+    steps = steps[: steps.index(step) + 1]
     if not 1 <= average <= len(steps):
         raise RunError(
-            f"--average {average}: {run} has {len(steps)} checkpoint(s) up to step {last}; "
+            f"--average {average}: {run} has {len(steps)} checkpoint(s) up to step {step}; "
             f"name 1 to {len(steps)}, or train with a larger train.keep_checkpoints"
         )
     return steps[-average:]
+
+
+def find_set(trained: Trained, name: str) -> Path | None:
+    """The folder of a prepared set, by its path or its name in data.dir; None: no such set."""
+    for folder in (Path(name), Path(trained.config.data.dir, name)):
+        if (folder / "meta.json").is_file():
+            return folder
+    return None
 
 
 def open_set(trained: Trained, folder: Path, split: str) -> Tokens:

@@ -9,10 +9,12 @@ from torch import Tensor
 from balance import MEASURES, summarize_routing
 from configure import Config
 from data.loader import Validation, prefetch, windows
+from model import Output
 from runtime import distributed
 from runtime.batches import to_host_tensors
 from runtime.distributed import Ranks
 from runtime.preflight import ScoreTasks
+from runtime.scoring import score
 from runtime.signals import Stop
 from runtime.state import TrainState
 
@@ -49,7 +51,6 @@ def evaluate(
     return values
 
 
-@torch.no_grad()
 def measure_loss(
     state: TrainState, validation: Validation, config: Config, ranks: Ranks, stop: Stop
 ) -> dict[str, Any] | None:
@@ -73,28 +74,27 @@ def measure_loss(
         read_windows(part if len(part) else indices[:1], validation, config, ranks)
         for part in parts
     )
-    fields = [measure.field for measure in MEASURES.values() if measure.in_validation]
-    fields = [field for field in fields if field]
-    own_losses, loads, layers = [], [], []
-    state.runner.eval()
-    for part, (x, y) in zip(parts, batches, strict=True):
-        count = len(part)
-        x = x.to(ranks.device, non_blocking=True)
-        y = y.to(ranks.device, non_blocking=True)
-        out = state.forward(x, y)
-        assert out.losses is not None, "there are targets"
+    fields = [m.field for m in MEASURES.values() if m.field and m.in_validation]
+    loads, layers = [], []
+
+    def observe(out: Output) -> None:
+        count = len(parts[len(loads)])
         batch_loads = out.stats.loads.sum(1)  # (L, E)
         batch_layers = torch.stack([getattr(out.stats, name) for name in fields])  # (F, L)
-        own_losses.append(out.losses[:count])
         loads.append(batch_loads if count else torch.zeros_like(batch_loads))
         layers.append(batch_layers.double() * count)
-        if distributed.any_rank([stop.asked], ranks)[0]:
-            state.runner.train()
-            return None
+
+    def is_stopped() -> bool:
+        return distributed.any_rank([stop.asked], ranks)[0]
+
+    state.runner.eval()
+    own_losses = score(state.forward, batches, ranks.device, observe, is_stopped)
     state.runner.train()
+    if own_losses is None:
+        return None
 
     losses = torch.zeros(len(indices), dtype=torch.float64, device=ranks.device)
-    losses[ranks.rank :: ranks.world_size] = torch.cat(own_losses).double()
+    losses[ranks.rank :: ranks.world_size] = own_losses[: len(own_indices)].double()
     distributed.sum_over_ranks(losses)
     total_loads = distributed.sum_over_ranks(torch.stack(loads).sum(0))
     means = distributed.sum_over_ranks(torch.stack(layers).sum(0)) / len(indices)  # (F, L)

@@ -17,8 +17,9 @@ from common.command import build_parser, command, run_command
 from common.text import escape_controls
 from data.tokenizer import Tokenizer
 from eval.generation import SamplingParams, continue_prompts
-from eval.trained import add_device_argument, add_run_arguments, load_run, set_up_device
+from eval.trained import add_device_argument, add_run_arguments, load_run
 from model import GPT
+from runtime import distributed
 
 # Besides what prints; the last three are spaces and the joiner of emojis.
 KEPT = "\n\t\u00a0\u3000\u200d"
@@ -83,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    print_continuations(trained.model.to(set_up_device(args)), tokenizer, args.prompt, args, params)
+    model = trained.model.to(distributed.pick_device(args.device))
+    print_continuations(model, tokenizer, args.prompt, args, params)
 
 
 if __name__ == "__main__":

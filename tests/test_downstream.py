@@ -1,5 +1,5 @@
-"""eval/scoring.py against one pass per pair; eval/downstream.py and eval/harness.py against the
-harness' own client.
+"""eval/scoring.py against one pass per pair; tasks (eval/downstream.py, harness.py, tasks.py and
+in_loop.py) against the harness' own client and command.
 """
 
 import json
@@ -9,10 +9,10 @@ import random
 import re
 import shutil
 import statistics
-from unittest import mock
+from functools import partial
+from types import SimpleNamespace
 
 import lm_eval
-import numpy as np
 import pytest
 import torch
 from conftest import WORDS as BASIC
@@ -20,7 +20,18 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
-from runs import REPO_ROOT, modules_in, read_tables
+from runs import (
+    ALONE,
+    REPO_ROOT,
+    column,
+    end,
+    meet_in,
+    metrics,
+    modules_in,
+    read_tables,
+    start_ranks,
+    wait_for_ranks,
+)
 from scipy import stats
 from test_generation import small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -29,14 +40,18 @@ import configure
 import train
 from data.tokenizer import ByteTokenizer
 from eval import downstream, scoring, tasks
-from eval.harness import Adapter, Loglikelihood, count_scored_bytes
+from eval.harness import Adapter
+from eval.in_loop import TaskScores
 from eval.routing import record_routing
-from eval.scoring import Scorer, batch_by_length
+from eval.scoring import Scorer, scoring_dtype
 from eval.trained import load_run
 from hf.export.export import export_run
 from hf.formats import FORMATS
 from hf.tokenizer_files import write_tokenizer
-from runtime import RunError, folder
+from model import GPT
+from runtime import RankError, RunError
+from runtime.folder import path_of
+from runtime.signals import Stop
 
 DENSE = {"model.router": "dense", "model.pos": "learned"}
 
@@ -134,8 +149,10 @@ def test_loglikelihoods_equal_hflms(clients):
 def test_generation_and_an_answer_without_a_token_are_refused(clients):
     with pytest.raises(ValueError, match=f"'' after '{'x' * 58}so' has no token"):
         ask(clients[1], "loglikelihood", [("start" + "x" * 70 + "so", "")])
-    assert count_scored_bytes(" so  ", "\ud800é") == 2 + 1 + 2  # half a pair counts as one byte
-    with pytest.raises(ValueError, match="scripts.export"):
+    assert (
+        tasks.count_scored_bytes(" so  ", "\ud800é") == 2 + 1 + 2
+    )  # half a pair counts as one byte
+    with pytest.raises(RunError, match="scripts.export"):
         ask(clients[1], "generate_until", [("x", {"until": []})])
 
 
@@ -172,7 +189,7 @@ def finished(module_tiny):
         "train.ema_decay=0.5",
     ]
     train.train(config := module_tiny(*sizes))
-    return folder.path_of(config)
+    return path_of(config)
 
 
 @pytest.fixture
@@ -188,6 +205,24 @@ def results(run, label="step_00000004"):
     return json.loads((run / "eval" / label / "results.json").read_text())
 
 
+def scores_of(report):
+    """{task: metrics} of results.json."""
+    scores = {}
+    for task in report["tasks"].values():
+        scores |= task["results"]
+    return scores
+
+
+def load_export(run, folder):
+    """The harness' own client of an export of a run."""
+    export = folder / f"export-{run.name}"
+    export_run(*load_run(run), export)
+    with modules_in(folder / "modules"):
+        model = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    return HFLM(model, tokenizer=tokenizer, batch_size=4, max_length=64)
+
+
 # Of each task: what the harness asks of document i of DOCUMENTS for its right answer, that answer,
 # its place.
 RIGHT = {
@@ -201,38 +236,26 @@ RIGHT = {
 
 
 @pytest.mark.numerics
-def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys, monkeypatch):
+def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
     """Accuracies, and bits per byte of the right answers, by lm-evaluation-harness' own client."""
     run = run.rename(tmp_path / "runs/kern")
     folder = write_tasks(tmp_path / "tasks")
     assert call(run, "--tasks-dir", folder, "--limit", 4) == 0
     report, out = results(run, "step_00000004_limit4"), capsys.readouterr().out
-    assert list(report["results"]) == list(downstream.TASKS) and report["step"] == 4
-    mean = sum(values["acc"] for values in report["results"].values()) / 6
-    assert report["average"] == pytest.approx(mean)
+    assert list(report["tasks"]) == list(tasks.TASKS) and report["step"] == 4
+    scores = scores_of(report)
+    mean = statistics.fmean(values["acc"] for values in scores.values())
     table = (run / "eval/step_00000004_limit4/table.md").read_text()
     assert f"| average |  | {mean:.4f} |  |  | 0.3333 |  |" in table
     assert re.search(rf"^average +{mean:.4f} +0.3333$", out, re.M)
-    note = "Only the first 4 documents of each task (--limit).\n"
-    assert note in out and table.endswith(note)
-    export_run(*load_run(run), tmp_path / "export")
-    with modules_in(tmp_path / "modules"):
-        model = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "export", trust_remote_code=True
-        ).eval()
-    client = HFLM(
-        model,
-        tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"),
-        batch_size=4,
-        max_length=64,
-    )
+    client = load_export(run, tmp_path)
     manager = tasks.build_task_manager(RIGHT)
     specs = [tasks.write_task_spec(manager, name, folder, tmp_path) for name in RIGHT]
     theirs = lm_eval.simple_evaluate(
         client, tasks=specs, task_manager=manager, bootstrap_iters=1000, limit=4
     )
     for name, (context, answer, place) in RIGHT.items():
-        ours, samples = report["results"][name], theirs["samples"][name]
+        ours, samples = scores[name], theirs["samples"][name]
         for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
             assert ours.get(metric) == theirs["results"][name].get(f"{metric},none"), (name, metric)
         asked = [(context.replace("{i}", str(i)), answer) for i in range(4)]
@@ -253,18 +276,6 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys, monkey
         )
 
 
-def test_differences_are_those_of_scipys_paired_test():
-    values, first = np.random.default_rng(0).normal(size=(2, 6))
-    test = stats.ttest_rel(values, first)
-    wanted = [(values - first).mean(), *test.confidence_interval()]
-    said = re.findall(r"[+-]\d+\.\d+", str(downstream.compare_values(values, first)))
-    assert [float(text) for text in said] == pytest.approx(wanted, abs=6e-5)
-    samples = []  # as a rank gathers them, and once more by another filter
-    for number, kind in ((1, "none"), (0, "none"), (1, "strict")):
-        samples.append({"doc_id": number, "filter": kind, "metrics": ["acc"], "acc": number})
-    assert tasks.list_values(samples) == {"acc": [0.0, 1.0]}
-
-
 def test_runs_are_compared_by_document(run, tmp_path, capsys):
     """Bits per byte of each document by lm-evaluation-harness' own client; then scipy's t-test."""
     folder = write_tasks(tmp_path / "tasks")
@@ -276,36 +287,228 @@ def test_runs_are_compared_by_document(run, tmp_path, capsys):
     spec = tasks.write_task_spec(manager, "piqa", folder, tmp_path)
     bits = []
     for path in (run, other):
-        export = tmp_path / f"export-{path.name}"
-        export_run(*load_run(path), export)
-        with modules_in(tmp_path / "modules"):
-            model = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True).eval()
-        tokenizer = AutoTokenizer.from_pretrained(export)
-        client = HFLM(model, tokenizer=tokenizer, batch_size=4, max_length=64)
+        client = load_export(path, tmp_path)
         theirs = lm_eval.simple_evaluate(
             client, tasks=[spec], task_manager=manager, bootstrap_iters=0
         )
         nats = [-sample["resps"][0][0][0] for sample in theirs["samples"]["piqa"]]
         bits.append([nat / math.log(2) / len(" walk") for nat in nats])
-    test = stats.ttest_rel(bits[1], bits[0])
-    interval = test.confidence_interval()
+    interval = stats.ttest_rel(bits[1], bits[0]).confidence_interval()
     wanted = [statistics.fmean(bits[1]) - statistics.fmean(bits[0]), interval.low, interval.high]
     (rows,) = read_tables(printed)
     (row,) = [row for row in rows if (row["task"], row["metric"]) == ("piqa", "bits_per_byte")]
     said = [float(text) for text in re.findall(r"[+-]\d+\.\d+", row["minus the first's, 95%"])]
     assert abs(wanted[0]) > 1e-3 and said == pytest.approx(wanted, abs=2e-4)
-    folders = (run / "eval/step_00000004", other / "eval/step_00000002")
-    assert all((path / "results.json").is_file() for path in folders)
+    reports = [results(run), results(other, "step_00000002")]
     cells = []
     for task in ("piqa", "sciq"):
-        first, second = [
-            json.loads((path / f"tasks/{task}.json").read_text())["values"][task]
-            for path in folders
-        ]
+        first, second = [report["tasks"][task]["values"][task] for report in reports]
         for metric, values in first.items():
             means = [f"{statistics.fmean(part):.4f}" for part in (values, second[metric])]
             cells.append([task, metric, "6", *means])
     assert [list(row.values())[:5] for row in rows] == cells and len(cells) > 4
+
+
+@pytest.fixture
+def evaluated(monkeypatch):
+    """The tasks that are evaluated, each time; results are made up: accuracy 0.5 and the number of
+    lines.
+    """
+    names = []
+
+    def score(name, file, *given, **options):
+        names.append(name)
+        return {name: {"acc": 0.5, "documents": len(file.open().readlines())}}, {name: {}}
+
+    def files(manager, names, folder, scratch):
+        return {name: tasks.local_file(folder, name) for name in names}
+
+    monkeypatch.setattr(downstream, "score_task", score)
+    monkeypatch.setattr(downstream, "load_tasks", files)
+    return names
+
+
+def test_finished_tasks_are_skipped_unless_their_file_changed(
+    run, tmp_path, capsys, evaluated, monkeypatch
+):
+    folder = write_tasks(tmp_path / "tasks")
+    other = write_tasks(tmp_path / "other", 2)
+    assert call(run, "--tasks-dir", folder) == 0 and evaluated == list(tasks.TASKS)
+    assert call(run, "--tasks-dir", folder) == 0 and len(evaluated) == 6
+    assert "done already: arc_easy" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)  # by another path, and named twice
+    assert call(run, run, "--tasks-dir", "tasks") == 0 and len(evaluated) == 6
+    assert "minus the first's" not in capsys.readouterr().out
+    file, time = folder / "piqa.jsonl", (folder / "piqa.jsonl").stat().st_mtime_ns
+    file.write_text(file.read_text().replace("walk", "talk"))
+    os.utime(file, ns=(time, time))  # of the same size and time, as rsync and tar may leave it
+    assert call(run, "--tasks-dir", folder, "--tasks", "piqa", "piqa") == 0
+    assert evaluated[6:] == ["piqa"]
+    assert scores_of(results(run))["piqa"]["documents"] == 6 and len(scores_of(results(run))) == 6
+    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 8
+    assert list(results(run)["tasks"]) == ["piqa"]  # no mix of two sources
+    (run / "eval/step_00000004/results.json").write_text('{"key"')
+    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 9
+    assert "all tasks are evaluated again" in capsys.readouterr().err
+    # what rank 0 has read counts: another command may have written since
+    monkeypatch.setattr(downstream.distributed, "gather", lambda *_: [{}])
+    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 10
+
+
+def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluated):
+    folder, weights = write_tasks(tmp_path / "tasks", 2), {}
+    for label, more, step in (
+        ("step_00000002", ["--checkpoint", 2], 2),
+        ("step_00000004", [], 4),
+        ("step_00000004_1shot", ["--num-fewshot", 1], 4),
+        ("step_00000004_limit2", ["--limit", 2], 4),
+        ("step_00000004_ema", ["--ema"], 4),
+        ("step_00000004_mean2", ["--average", 2], 4),
+    ):
+        assert call(run, "--tasks-dir", folder, "--tasks", "sciq", *more) == 0
+        report = results(run, label)
+        key = report["key"]
+        assert (report["step"], key["dtype"], key["source"]) == (step, "float32", str(folder))
+        weights[label] = key["weights"]
+    assert sorted(path.name for path in (run / "eval").iterdir()) == sorted(weights)
+    assert len(evaluated) == 6
+    first, *last, mean = weights.values()
+    assert len(set(last)) == 1 and len({first, *last, mean}) == 3  # the same weights, and others
+    shutil.copytree(run / "checkpoints/step_00000002", run / "checkpoints/step_00000004.new")
+    shutil.rmtree(run / "checkpoints/step_00000002")
+    # not part of the key
+    assert call(run, "--tasks-dir", folder, "--tasks", "sciq") == 0 and len(evaluated) == 6
+
+
+def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
+    """Tasks done before are kept, also those of another command meanwhile."""
+    folder, evaluate = write_tasks(tmp_path / "tasks", 2), downstream.score_task
+
+    def interrupted(*given, **options):
+        if evaluated == ["sciq"]:
+            monkeypatch.setattr(downstream, "score_task", evaluate)
+            assert call(run, "--tasks-dir", folder, "--tasks", "winogrande") == 0
+            raise KeyboardInterrupt
+        return evaluate(*given, **options)
+
+    monkeypatch.setattr(downstream, "score_task", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa")
+    assert call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa") == 0
+    assert evaluated == ["sciq", "winogrande", "piqa"]
+    assert sorted(results(run)["tasks"]) == ["piqa", "sciq", "winogrande"]
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Nobody answers: neither the hub, nor its cache."""
+    import datasets
+    from huggingface_hub import constants
+
+    load_dataset = datasets.load_dataset
+
+    def load(path, **options):
+        if path == "json":
+            return load_dataset(path, **options)
+        raise ConnectionError("Couldn't reach 'allenai/sciq' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    return lambda: constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
+
+
+NEAREST = "no such task; nearest: "
+# {words after the run: the error}. TASKS is a folder of files, of which piqa's is damaged.
+ERRORS = {
+    "--limit 0": "--num-fewshot must be at least 0, --limit at least 1",
+    "--num-fewshot -1": "--num-fewshot must be at least 0, --limit at least 1",
+    "--tasks-dir TASKS --tasks piqa": "piqa.jsonl: cannot be read as piqa",
+    "--tasks-dir TASKS --tasks arc_easy --num-fewshot 9": "than --num-fewshot",
+    "--tasks-dir TASKS --tasks winogrande": "cannot be read as winogrande (KeyError: 'answer')",
+    "--tasks-dir TASKS --tasks sciq": "sciq.jsonl: missing; the folder has arc_challenge, arc",
+    "--tasks-dir TASKS/none --tasks sciq": "sciq.jsonl: missing; the folder has no .jsonl file",
+    "--tasks-dir TASKS --tasks sciqq": f"task sciqq: {NEAREST}sciq",
+    "--tasks-dir TASKS --tasks zzz": f"task zzz: {NEAREST}none",
+    "--tasks-dir TASKS --tasks ai2_arc": "task ai2_arc: a group of tasks, or one in Python, cannot",
+    "--tasks sciq": "(ConnectionError: Couldn't reach 'allenai/sciq' on the Hub). To use local",
+}
+
+
+@pytest.fixture
+def few_tasks(monkeypatch):
+    """The index of the paper's tasks, whatever is asked for; the whole takes ten seconds."""
+    build = tasks.build_task_manager
+    monkeypatch.setattr(tasks, "build_task_manager", lambda names: build(["sciq"]))
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_errors_name_the_input(finished, tmp_path, capsys, offline, few_tasks, words):
+    folder = write_tasks(tmp_path / "ev[1]*", 2)  # no pattern
+    (folder / "sciq.jsonl").unlink()
+    (folder / "piqa.jsonl").write_text('{"goal": "x\n')
+    (folder / "winogrande.jsonl").write_text('{"sentence": "x"}\n')
+    assert call(finished, *words.replace("TASKS", str(folder)).split()) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("error: ") and ERRORS[words] in said
+    assert not (finished / "eval").exists()
+    assert offline() == (words == "--tasks sciq")
+
+
+def test_table_of_results():
+    """Each accuracy in its column, the mean of acc, the paper's figures where it has them, other
+    metrics below.
+    """
+    config = configure.load(REPO_ROOT / "config/125m.toml", ["model.router=kern"])
+    same = {"acc_stderr": 0.01, "acc_norm": 0.9, "acc_norm_stderr": 0.02, "documents": 7}
+    same |= {"bits_per_byte": 1.5, "bits_per_byte_stderr": 0.25}
+    six = {task: same | {"acc": 0.1 * i} for i, task in enumerate(tasks.TASKS)}
+
+    def tabulate(results):
+        return downstream.tabulate_results({"all": {"results": results}}, config)
+
+    head, rows = tabulate(six)
+    assert head[2:] == ["acc", "acc_norm", "bits per byte", "chance", "paper"]
+    scores = ["0.3000 ± 0.0100", "0.9000 ± 0.0200", "1.5000 ± 0.2500"]
+    assert rows[3] == ["piqa", "7", *scores, "0.5000", "0.7089"]
+    assert rows[6] == ["average", "", "0.2500", "", "", "0.3333", "0.5214"]
+    chances = [task.chance for task in tasks.TASKS.values()]
+    assert statistics.fmean(chances) == pytest.approx(1 / 3)
+    del six["sciq"]
+    assert len(tabulate(six)[1]) == 5  # no average of five
+    gaps = {"text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
+    gaps["group"] = {"acc": 0.5, "documents": None}
+    rows = [row[:3] for row in tabulate(gaps)[1]]
+    assert rows[:2] == [["text", "3", ""], ["text: nll", "", "1.0000 ± 0.1000"]]
+    assert rows[2:] == [["group", "", "0.5000"]]
+
+
+def test_bits_of_answers_that_are_several_or_none():
+    """The most likely of several right ones; a text to continue; an answer that is not among the
+    choices.
+    """
+
+    def bits(target, *likelihoods, kind="multiple_choice"):
+        task = SimpleNamespace(OUTPUT_TYPE=kind, multiple_input=0)
+        task.doc_to_choice = lambda doc: ["one", "three", "no"]
+        answers = [" caf\u00e9"] if kind == "loglikelihood" else [" one", " three", " no"]
+        sample = {"doc": {}, "target": target}
+        sample["arguments"] = [("so", answer) for answer in answers]
+        sample["resps"] = [[(-bits * math.log(2), False)] for bits in likelihoods]
+        return tasks.answer_bits(task, sample)
+
+    assert bits([0, 1], 8, 6, 1) == pytest.approx(1)  # 6 bits for " three", 8 for " one"
+    assert bits("no", 8, 6, 9) == pytest.approx(3) and bits(2, 8, 6, 9) == pytest.approx(3)
+    assert bits("four", 8, 6, 9) is bits(3, 8, 6, 9) is bits(-100, 8, 6, 9) is None
+    assert bits(" caf\u00e9", 12, kind="loglikelihood") == pytest.approx(2)
+    assert bits("x", 12, kind="generate_until") is None
+    samples = []  # as a rank gathers them, and once more by another filter
+    for number, kind in ((1, "none"), (0, "none"), (1, "strict")):
+        sample = {"doc_id": number, "filter": kind, "metrics": ["acc"], "acc": number}
+        samples.append(sample | {"target": "", "doc": {}})
+    task = SimpleNamespace(OUTPUT_TYPE="generate_until")
+    assert tasks.list_values(task, samples) == {"acc": [0.0, 1.0]}
 
 
 ANSWERS = {"doc_to_choice": ["Oui", "Non, été"], "doc_to_target": "{{label}}"}
@@ -341,216 +544,10 @@ def test_bits_per_byte_divide_by_the_bytes_that_hflm_scores(clients, tmp_path, s
         _, scored = theirs._encode_pair(*sample["arguments"][right])
         wanted.append(-sample["resps"][right][0][0] / math.log(2) / len(scored))
     loaded = manager.load([str(tmp_path / "spec.yaml")])
-    tasks.add_bits_per_byte(loaded["tasks"][spec])
-    got = tasks.score_task(spec, loaded, ours)[spec]["bits_per_byte"]
+    scores, values = tasks.score_task(spec, loaded, ours)
+    got = scores[spec]["bits_per_byte"]
+    assert got == pytest.approx(statistics.fmean(values[spec]["bits_per_byte"]))
     assert got == pytest.approx(sum(wanted) / 4, rel=1e-5)
-
-
-@pytest.fixture
-def evaluated(monkeypatch):
-    """The tasks that are evaluated, each time; results are made up: accuracy 0.5 and the number of
-    lines.
-    """
-    names = []
-
-    def score(name, file, *given, **options):
-        names.append(name)
-        return {name: {"acc": 0.5, "documents": len(file.open().readlines())}}
-
-    def files(manager, names, folder, scratch):
-        return {name: downstream.local_file(folder, name) for name in names}
-
-    monkeypatch.setattr(downstream, "score_task", score)
-    monkeypatch.setattr(downstream, "load_tasks", files)
-    return names
-
-
-def test_finished_tasks_are_skipped_unless_their_file_changed(
-    run, tmp_path, capsys, evaluated, monkeypatch
-):
-    folder = write_tasks(tmp_path / "tasks")
-    other = write_tasks(tmp_path / "other", 2)
-    assert call(run, "--tasks-dir", folder) == 0 and evaluated == list(downstream.TASKS)
-    assert call(run, "--tasks-dir", folder) == 0 and len(evaluated) == 6
-    assert "done already: arc_easy" in capsys.readouterr().out
-    monkeypatch.chdir(tmp_path)  # by another path, and named twice
-    assert call(run, run, "--tasks-dir", "tasks") == 0 and len(evaluated) == 6
-    assert "minus the first's" not in capsys.readouterr().out
-    file, time = folder / "piqa.jsonl", (folder / "piqa.jsonl").stat().st_mtime_ns
-    file.write_text(file.read_text().replace("walk", "talk"))
-    os.utime(file, ns=(time, time))  # of the same size and time, as rsync and tar may leave it
-    assert call(run, "--tasks-dir", folder, "--tasks", "piqa", "piqa") == 0
-    assert evaluated[6:] == ["piqa"]
-    assert results(run)["results"]["piqa"]["documents"] == 6 and results(run)["average"] == 0.5
-    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 8
-    # no mix of two sources
-    assert list(results(run)["results"]) == ["piqa"] and results(run)["average"] is None
-    (run / "eval/step_00000004/tasks/piqa.json").write_text('{"key"')
-    # a damaged file
-    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 9
-    assert "piqa is evaluated again" in capsys.readouterr().err
-    # what rank 0 has read counts: another command may have written since
-    monkeypatch.setattr(downstream.distributed, "gather", lambda *_: [{}])
-    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 10
-
-
-def test_results_of_an_earlier_version_are_not_compared(run, tmp_path, evaluated):
-    """They lack the values of documents: a task is evaluated again to compare runs, else not."""
-    folder = write_tasks(tmp_path / "tasks")
-    other = shutil.copytree(run, tmp_path / "runs/other")
-    words = ["--tasks-dir", folder, "--tasks", "piqa"]
-    assert call(run, *words) == 0 and evaluated == ["piqa"]
-    file = run / "eval/step_00000004/tasks/piqa.json"
-    body = json.loads(file.read_text())
-    del body["values"]
-    file.write_text(json.dumps(body))
-    assert call(run, *words) == 0 and evaluated == ["piqa"]
-    assert call(run, other, *words) == 0 and evaluated == ["piqa"] * 3
-    assert "values" in json.loads(file.read_text())
-
-
-def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluated):
-    folder, weights = write_tasks(tmp_path / "tasks", 2), {}
-    keys = ("dtype", "source", "step", "averaged_checkpoints", "num_fewshot", "limit")
-    assert load_run(run, ema=True)[0].mean == "EMA of decay 0.5"
-    for label, more, values in (
-        ("step_00000002", ["--checkpoint", 2], [2, 1, 0, None]),
-        ("step_00000004", [], [4, 1, 0, None]),
-        ("step_00000004_1shot", ["--num-fewshot", 1], [4, 1, 1, None]),
-        ("step_00000004_limit2", ["--limit", 2], [4, 1, 0, 2]),
-        ("step_00000004_ema", ["--ema"], [4, 1, 0, None]),
-        ("step_00000004_mean2", ["--average", 2], [4, 2, 0, None]),
-    ):
-        assert call(run, "--tasks-dir", folder, "--tasks", "sciq", *more) == 0
-        report = results(run, label)
-        assert [report[key] for key in keys] == ["float32", str(folder), *values]
-        weights[label] = report["weights"]
-        assert report.get("ema", False) == ("--ema" in more)
-    assert sorted(path.name for path in (run / "eval").iterdir()) == sorted(weights)
-    assert len(evaluated) == 6
-    first, *last, mean = weights.values()
-    assert len(set(last)) == 1 and len({first, *last, mean}) == 3  # the same weights, and others
-    assert "Only the first 2 documents" in (run / "eval/step_00000004_limit2/table.md").read_text()
-    shutil.rmtree(run / "checkpoints/step_00000002")
-    # not part of the key
-    assert call(run, "--tasks-dir", folder, "--tasks", "sciq") == 0 and len(evaluated) == 6
-
-
-def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
-    """Tasks done before are kept, also those of another command meanwhile."""
-    folder, evaluate = write_tasks(tmp_path / "tasks", 2), downstream.score_task
-
-    def interrupted(*given, **options):
-        if evaluated == ["sciq"]:
-            monkeypatch.setattr(downstream, "score_task", evaluate)
-            assert call(run, "--tasks-dir", folder, "--tasks", "winogrande") == 0
-            raise KeyboardInterrupt
-        return evaluate(*given, **options)
-
-    monkeypatch.setattr(downstream, "score_task", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa")
-    assert call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa") == 0
-    assert evaluated == ["sciq", "winogrande", "piqa"]
-    assert list(results(run)["results"]) == [
-        "piqa",
-        "sciq",
-        "winogrande",
-    ]
-
-
-def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch, evaluated):
-    """Only for a finished run that logs to wandb; a failure there is one printed line."""
-    kept = []
-
-    class Fake:
-        def summarize(self, *given):
-            kept.append(given)
-            raise OSError("no network")
-
-    monkeypatch.setattr(downstream, "start_wandb", lambda config, folder, id: Fake())
-    words = (run, "--tasks-dir", write_tasks(tmp_path / "tasks", 2), "--tasks", "piqa")
-    assert call(*words) == 0 and not kept
-    text = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace('wandb = "disabled"', 'wandb = "offline"'))
-    # not the run's end, not all documents
-    for less in ([], ["--checkpoint", 2], ["--limit", 1], ["--average", 2]):
-        assert call(*words, *less) == 0
-    ((values, name, head, rows, step),) = kept
-    assert values == {"downstream/piqa/acc": 0.5, "downstream/piqa/documents": 2}
-    assert step == 5 and name == "downstream/table" and head[0] == "task" and rows[0][0] == "piqa"
-    assert call(*words[:3], "--num-fewshot", 1) == 0
-    values, name, *_ = kept[1]
-    assert name == "downstream_1shot/table" and values["downstream_1shot/sciq/acc"] == 0.5
-    assert len(values) == 2 * 6 + 1 and values["downstream_1shot/average"] == 0.5
-
-
-def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
-    import datasets
-    from huggingface_hub import constants
-
-    def error(*arguments):
-        assert call(*arguments) == 2
-        said = capsys.readouterr().err.strip()
-        assert said.splitlines()[-1].startswith("error: ") and "Traceback" not in said
-        return said.splitlines()[-1]
-
-    folder = write_tasks(tmp_path / "tasks", 2)
-    assert "--limit at least 1" in error(run, "--limit", 0)
-    assert "--num-fewshot" in error(run, "--num-fewshot", -1)
-    assert "not a run" in error(tmp_path, "--tasks-dir", folder)
-    with (folder / "piqa.jsonl").open("a") as file:
-        file.write('{"goal": "x\n')
-    assert "piqa.jsonl: cannot be read as piqa" in error(
-        run, "--tasks-dir", folder, "--tasks", "piqa"
-    )
-    said = error(run, "--tasks-dir", folder, "--tasks", "arc_easy", "--num-fewshot", 9)
-    assert "arc_easy: lm-evaluation-harness failed" in said and "than --num-fewshot" in said
-    odd = write_tasks(tmp_path / "ev[1]*", 2)  # no pattern
-    assert call(run, "--tasks-dir", odd, "--tasks", "piqa") == 0
-
-    def offline(*args, **options):
-        raise ConnectionError("Couldn't reach 'allenai/sciq' on the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody answers
-    shutil.rmtree(run / "eval")
-    said = error(run, "--tasks", "sciq")
-    assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
-    assert not (run / "eval").exists()
-    assert "(ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said
-    assert "sciq.jsonl (--tasks-dir" in said
-
-
-def test_table_of_results():
-    """Each accuracy in its column, the mean of acc, the paper's figures where it has them, other
-    metrics below.
-    """
-    config = configure.load(REPO_ROOT / "config/125m.toml", ["model.router=kern"])
-    same = {"acc_stderr": 0.01, "acc_norm": 0.9, "acc_norm_stderr": 0.02, "documents": 7}
-    same |= {"bits_per_byte": 1.5, "bits_per_byte_stderr": 0.25}
-    six = {task: same | {"acc": 0.1 * i} for i, task in enumerate(downstream.TASKS)}
-    head, rows = downstream.tabulate_results(six, config)
-    assert head[2:] == ["acc", "acc_norm", "bits per byte", "chance", "paper"]
-    assert rows[3] == [
-        "piqa",
-        "7",
-        "0.3000 ± 0.0100",
-        "0.9000 ± 0.0200",
-        "1.5000 ± 0.2500",
-        "0.5000",
-        "0.7089",
-    ]
-    assert rows[6] == ["average", "", "0.2500", "", "", "0.3333", "0.5214"]
-    del six["sciq"]
-    assert len(downstream.tabulate_results(six, config)[1]) == 5  # no average of five
-    gaps = {"text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
-    gaps["group"] = {"acc": 0.5, "documents": None}
-    rows = [row[:3] for row in downstream.tabulate_results(gaps, config)[1]]
-    assert rows[:2] == [["text", "3", ""], ["text: nll", "", "1.0000 ± 0.1000"]]
-    assert rows[2:] == [["group", "", "0.5000"]]
 
 
 # ---- eval/scoring.py
@@ -668,34 +665,12 @@ def test_logits_in_memory_are_few(monkeypatch):
     assert sizes == [3, 3]
 
 
-def test_random_numbers_are_the_harness_own_and_come_back():
-    def draw():
-        return random.random(), np.random.rand(), torch.rand(1).item()
-
-    def seed():
-        random.seed(5)
-        np.random.seed(5)
-        torch.manual_seed(5)
-        return draw()
-
-    seed()
-    with tasks.fixed_seeds():
-        inside = draw()
-    after = draw()
-    first = torch.rand(1, generator=torch.Generator().manual_seed(1234)).item()
-    assert inside == (random.Random(0).random(), np.random.RandomState(1234).rand(), first)
-    seed()
-    assert after == draw()
-
-
 class Recorder(LM):
     """Notes the requests of a task, and likes each answer equally."""
 
     def loglikelihood(self, requests):
         self.asked = [request.args for request in requests]
-        likelihood = Loglikelihood(-1)
-        likelihood.size = 1
-        return [(likelihood, False)] * len(requests)
+        return [(-1.0, False)] * len(requests)
 
     loglikelihood_rolling = generate_until = None
 
@@ -720,12 +695,164 @@ def test_examples_in_a_prompt_are_those_of_the_harness(tmp_path):
     loaded["tasks"]["sciq"].set_config(key="num_fewshot", value=0)  # such a task has none
     tasks.score_task("sciq", loaded, ours, num_fewshot=3)
     assert ours.asked[0][0].count("Question:") == 1
-    ours.loglikelihood = mock.Mock(side_effect=RunError("an answer has no token"))
-    with pytest.raises(RunError, match="^an answer has no token$"):
-        tasks.score_task("sciq", loaded, ours)
 
 
 def test_batches_hold_at_most_the_tokens_asked_for():
-    lengths = [3, 9, 1, 40, 8, 8, 2]
-    batches = list(batch_by_length(lengths, 16))
-    assert batches == [[3], [1], [4, 5], [0, 6, 2]]  # one too long stands alone; the longest first
+    pieces = []
+    for number, length in enumerate([3, 9, 1, 40, 8, 8, 2]):
+        pieces.append(scoring.Piece(number, torch.zeros(length), 1))
+    batches = list(scoring.batch_by_length(pieces, 16))
+    # one too long stands alone; the longest first
+    numbers = [[piece.pair for piece in batch] for batch in batches]
+    assert numbers == [[3], [1], [4, 5], [0, 6, 2]]
+
+
+def test_a_cpu_scores_in_float32_whatever_the_run_trained_in(tiny):
+    config = tiny("train.dtype=bfloat16")
+    assert scoring_dtype(config, torch.device("cpu")) == torch.float32
+    assert scoring_dtype(config, torch.device("cuda")) == torch.bfloat16  # as in training
+
+
+# ---- eval/in_loop.py: scores while a run trains
+LONG = [
+    "model.block_size=64",
+    "optim.lr=0.05",
+    "train.checkpoint_interval=2",
+    "train.keep_checkpoints=9",
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_tasks(tmp_path / "tasks", 5)
+
+
+def run_with_tasks(config):
+    train.train(config, open_tasks=TaskScores)
+    return metrics(config)
+
+
+def scored(folder, names=DOCUMENTS, *more):
+    return [f"eval.tasks={','.join(names)}", f"eval.tasks_dir={folder}", *more]
+
+
+def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder):
+    own = [*LONG, "model.dropout=0.1", "eval.interval=1", "train.max_steps=5"]
+    scores = scored(folder, ["sciq", "winogrande", "hellaswag"], "eval.task_interval=2")
+    config = tiny(*own, *scores)
+    lines = run_with_tasks(config)
+    with_scores = [line for line in lines if "tasks/sciq/acc" in line]
+    assert [line["step"] for line in with_scores] == [0, 2, 4, 5]  # the last step, too
+    for line in with_scores[1:]:
+        words = [
+            str(path_of(config)),
+            "--tasks-dir",
+            str(folder),
+            "--tasks",
+            "sciq",
+            "winogrande",
+            "hellaswag",
+        ]
+        assert downstream.main([*words, "--checkpoint", str(line["step"])]) == 0
+        report = scores_of(results(path_of(config), f"step_{line['step']:08}")).items()
+        values = {
+            f"tasks/{task}/{key}": value
+            for task, metrics in report
+            for key, value in metrics.items()
+        }
+        wanted = {key: value for key, value in values.items() if "stderr" not in key}
+        assert {key: value for key, value in line.items() if key.startswith("tasks/")} == wanted
+        assert {"tasks/sciq/bits_per_byte", "tasks/hellaswag/acc_norm"} <= wanted.keys()
+    bits = column(lines, "tasks/sciq/bits_per_byte")
+    assert len(set(bits)) == 4 and min(bits) > 0
+    alone = tiny(*own, "run.name=alone")
+    run_with_tasks(alone)
+    one, other = end(config), end(alone)
+    assert one.tensors == other.tensors and one.facts == other.facts
+    bare = [
+        {key: value for key, value in line.items() if not key.startswith("tasks/")}
+        for line in one.lines
+    ]
+    assert bare == other.lines
+
+
+def be_a_rank(file, folder):
+    for parallel in ("ddp", "zero2", "fsdp"):
+        where = [
+            "train.micro_batch_size=4",
+            f"train.parallel={parallel}",
+            f"run.dir={file.parent / parallel}",
+        ]
+        meet_in(file.parent / f"{parallel}.store")
+        train.train(
+            configure.load(file, [*LONG, *where, *scored(folder, ["sciq", "piqa"])], 2),
+            open_tasks=TaskScores,
+        )
+
+
+@pytest.mark.integration
+def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, folder):
+    wait_for_ranks(start_ranks(2, be_a_rank, tiny_file, folder), 300)
+    for parallel in ("ddp", "zero2", "fsdp"):
+        config = tiny(*LONG, f"run.dir={tiny_file.parent / parallel}")
+        line = metrics(config)[-1]
+        assert (
+            downstream.main(
+                [str(path_of(config)), "--tasks-dir", str(folder), "--tasks", "sciq", "piqa"]
+            )
+            == 0
+        )
+        for task, metrics_of_task in scores_of(results(path_of(config))).items():
+            for key in ("acc", "bits_per_byte"):
+                assert line[f"tasks/{task}/{key}"] == metrics_of_task[key], (parallel, task, key)
+
+
+def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch, few_tasks):
+    def refused(message, name, kind=RankError):
+        with pytest.raises(RunError, match=message) as caught:
+            train.train(tiny(*scored(folder, [name])), open_tasks=TaskScores)
+        assert type(caught.value) is kind
+
+    refused("eval.tasks: task sciqq: no such task; nearest: sciq", "sciqq")
+    with monkeypatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "1")  # the first rank of the node reports what it lacks
+        refused("eval.tasks: task zzz: no such task", "zzz", RunError)
+    (folder / "sciq.jsonl").unlink()
+    refused(r"eval.tasks: .*sciq.jsonl: missing; the folder has arc_challenge, arc_easy", "sciq")
+    assert not path_of(tiny()).exists()
+    with (folder / "piqa.jsonl").open("a") as file:
+        file.write('{"goal": "x"}\n')
+    said = "^piqa: lm-evaluation-harness failed .*; a document may lack a column"
+    refused(said, "piqa", RunError)
+    assert not metrics(tiny())
+    monkeypatch.undo()  # the index of few_tasks
+    monkeypatch.setattr("common.command.find_spec", lambda name: None)
+    refused(r"eval.tasks: lm_eval not installed: pip install -r requirements-eval.txt", "piqa")
+
+
+def test_scores_end_once_asked_to_stop(tiny, folder, monkeypatch):
+    """Between batches; also if a task has ended meanwhile, and if another rank is asked."""
+    config = tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))
+    scores = TaskScores(config)
+    model = GPT(config.model)
+    stop = Stop()
+    batches = []
+    make_batch = scoring.make_batch
+
+    def stop_after_a_batch(pieces):
+        stop.asked = True
+        batches.append(1)
+        return make_batch(pieces)
+
+    assert set(scores(model, 0, ALONE, stop)) >= {"tasks/piqa/acc"} and model.training
+    monkeypatch.setattr(scoring, "make_batch", stop_after_a_batch)
+    monkeypatch.setattr("eval.in_loop.Scorer", partial(Scorer, tokens=64))
+    assert scores(model, 0, ALONE, stop) is None and model.training and len(batches) == 1
+    # a group of tasks has no number of documents
+    results = {"group": {"acc": 0.5, "acc_stderr": 0.1, "documents": None}}
+    monkeypatch.setattr("eval.in_loop.score_task", lambda *args, **_: (results, {}))
+    assert scores(model, 0, ALONE, stop) is None
+    stop.asked = False
+    assert scores(model, 0, ALONE, stop) == {"tasks/group/acc": 0.5}
+    monkeypatch.setattr("eval.in_loop.distributed.any_rank", lambda *_: [True])
+    assert scores(model, 0, ALONE, stop) is None

@@ -77,7 +77,7 @@ def exported(tiny, tmp_path):
         run, out = tmp_path / "run", tmp_path / f"export_{form}"
         run.mkdir()
         (run / "config.toml").touch()
-        trained = Trained(model, config, 4, 1, {}, run)
+        trained = Trained(model, config, [4], {}, run)
         export_run(trained, TOKENIZER, out, form, dtype)
         return trained, out
 

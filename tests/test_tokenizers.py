@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,8 +25,7 @@ from data.bins import open_tokenizer, open_tokens, read_meta
 from data.round_trip import count_changes, show_difference
 from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, token_bytes
 from data.verify import main as verify
-from eval.scoring import Score
-from eval.val_loss import ByteCounter, open_text, score_corpus
+from eval.val_loss import count_bytes, open_text
 from hf.formats import FORMATS
 from hf.init_from import read_initial_weights
 from hf.tokenizer_files import write_tokenizer
@@ -363,37 +361,15 @@ def test_a_text_that_a_tokenizer_cannot_encode(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_of_tokens_are_those_of_the_text(folders, kind):
-    own = load_tokenizer(str(folders[kind]))
-    for text in [*MIXED[::7], *LATIN[::9], " a  b ", "x\n"]:
-        ids, sizes = own.measure_tokens(text)
-        assert ids.tolist() == own.encode(text)
-        assert (sizes >= 0).all() and sizes.sum() == len(text.encode())
-        if kind == "byte level":  # a letter's bytes in several tokens count for the last of them
-            of_ids = token_bytes(own)
-            assert b"".join(of_ids[i] for i in ids) == text.encode()
-            ends = np.cumsum([len(of_ids[i]) for i in ids])
-            assert not text.isascii() or np.cumsum(sizes).tolist() == ends.tolist()
-
-
-class NoModel:
-    """Scores nothing."""
-
-    def score(self, pairs):
-        return [Score(-1.0, True) for _ in pairs]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stride", [None, 3])
+@pytest.mark.parametrize("stride", [8, 3])
 def test_bytes_of_a_text_file_are_its_own(folders, tmp_path, kind, stride):
     own = load_tokenizer(str(folders[kind]))
     texts = [*MIXED[:20], *LATIN[:9], " a\n"]
     (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
-    trained = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(block_size=8)))
-    args = SimpleNamespace(stride=stride, windows=None)
-    corpus = open_text(tmp_path / "a.jsonl", trained, own, args)
-    result = score_corpus(NoModel(), corpus, ByteCounter(own)).result
-    assert result.bytes == sum(len(text.encode()) for text in texts)
+    corpus = open_text(tmp_path / "a.jsonl", own, 8, stride)
+    assert corpus.bytes == sum(len(text.encode()) for text in texts)
+    ids = np.concatenate([scored for _, scored in corpus.pairs])
+    assert ids.tolist() == [i for text in texts for i in own.encode(text)]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "space at the start"])
@@ -405,7 +381,6 @@ def test_bytes_of_windows_of_a_set(folders, kind):
         own = FileTokenizer(kind, made.to_str().encode(), 1)
     else:
         own = load_tokenizer(str(folders[kind]))
-    counter = ByteCounter(own)
     texts = [*MIXED[:30], *LATIN[:20], "a \u2603\U0001d11e b"]  # whose bytes may be tokens
     texts = [text for text in texts if own.unk not in own.encode(text)]
     ids = [own.eot]
@@ -419,13 +394,14 @@ def test_bytes_of_windows_of_a_set(folders, kind):
         counted = 0
         for first in range(1, len(ids), window):
             start = max(0, first - 1)
-            counted += counter.count(ids[start : first + window], first - start)
+            counted += count_bytes(own, ids[start : first + window])
+            counted -= count_bytes(own, ids[start:first])
         if kind == "no alphabet" and window < len(ids):
             continue  # its texts decode to broken characters, whose number depends on the cut
         assert counted == size, (kind, window)
     unknown = own.encode("quick \u2603 brown")
     if own.unk in unknown:  # which stands for no bytes
-        count = counter.count(np.array([own.eot, *unknown, own.eot]), 1)
+        count = count_bytes(own, np.array([own.eot, *unknown, own.eot]))
         assert count == len(own.decode([i for i in unknown if i != own.unk]).encode()) < 14
 
 
