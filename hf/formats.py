@@ -286,6 +286,7 @@ class GPT2(Format):
         "qk_norm": "off",
         "activation": "gelu",
         "gated": False,
+        "n_kv_head": 0,
     }
     allowed = Format.allowed | {
         "activation_function": ("gelu_new", "gelu", "gelu_fast", "gelu_pytorch_tanh"),
@@ -307,12 +308,6 @@ class GPT2(Format):
         for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             config[key] = model.dropout
         return config
-
-    def find_misfits(self, model: Model) -> list[str]:
-        misfits = super().find_misfits(model)
-        if kv_heads(model) != model.n_head:
-            misfits.append(f"model.n_kv_head = {model.n_kv_head}")
-        return misfits
 
     def unify_names(self, state: Settings) -> dict[str, Any]:
         """Add the prefix that OpenAI's files lack, and drop the causal masks of older files."""

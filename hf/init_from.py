@@ -181,12 +181,14 @@ def _find_mlp_keys(old: Model, model: Model) -> list[str]:
 
 def _find_changes(old: Model, model: Model) -> dict[str, str]:
     """Notes, by key, on settings that make `model` compute something else with the same weights."""
-    # model.gate_norm determines the scale, too
-    values = {"gate_scale": (gate_scale(old), gate_scale(model))}
-    for key in ("router", "top_k", "n_hash_layer", "router_groups", "router_group_k", "norm_eps"):
-        values[key] = (getattr(old, key), getattr(model, key))
-    if old.router == "dense":  # nothing of a router is in the weights
-        values = {"norm_eps": values["norm_eps"]}
+    keys = ["norm_eps", "vocab_size"]  # new ids keep their random initialisation
+    if old.pos == "learned":  # the first positions are used
+        keys.append("block_size")
+    if old.router != "dense":
+        keys += ["router", "top_k", "n_hash_layer", "router_groups", "router_group_k"]
+    values = {key: (getattr(old, key), getattr(model, key)) for key in keys}
+    if old.router != "dense":
+        values["gate_scale"] = (gate_scale(old), gate_scale(model))  # of model.gate_norm, too
     changes = {}
     for key, (before, now) in values.items():
         if before != now:
@@ -213,14 +215,8 @@ def _fit_state(
         other_router = "router" in changes and name.endswith("selection_bias")
         if (name not in own or other_router) and state.pop(name).any():
             unused.append(name)
-    positions = state.get("wpe.weight")
-    if positions is not None and len(positions) > model.block_size:
-        notes.append(f"only the first {model.block_size} of {len(positions)} positions are used")
-        state["wpe.weight"] = positions[: model.block_size]
-    rows = len(state["wte.weight"])
-    if rows < model.vocab_size:
-        missing_ids = f"ids {rows} to {model.vocab_size - 1}"
-        notes.append(f"{missing_ids} are missing and keep their random initialisation")
+    if "wpe.weight" in state:
+        state["wpe.weight"] = state["wpe.weight"][: model.block_size]
     missing = [name for name in own if name not in state and not name.endswith(BUFFERS)]
     if missing:
         notes.append(f"missing, so initialised as usual: {_list_once(missing)}")

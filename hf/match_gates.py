@@ -44,13 +44,13 @@ def take_routers(
     for layer in range(source.n_layer):
         name = f"blocks.{layer}.mlp.router"
         router = build_router(source, layer).requires_grad_(False)
-        for key, tensor in router.state_dict().items():
-            own = f"{name}.{key}"
-            if own in state:  # weights of other projects have no buffers
-                tensor.copy_(state[own])
-            if own in state and must_centre and key in ("weight", "bias"):  # (E, C), (E,)
-                exact = state[own].double()
-                state[own] = (exact - exact.mean(0)).float()
+        names = [key for key in router.state_dict() if f"{name}.{key}" in state]
+        own = {key: state[f"{name}.{key}"] for key in names}
+        router.load_state_dict(own, strict=False)  # weights of other projects have no buffers
+        if must_centre:
+            for key in own.keys() & {"weight", "bias"}:  # (E, C), (E,)
+                exact = own[key].double()
+                state[f"{name}.{key}"] = (exact - exact.mean(0)).float()
         routers[name] = router
     if not must_centre:
         return routers, []

@@ -791,7 +791,7 @@ def test_bad_input(run, tmp_path, monkeypatch, call):
 
 
 def test_form_is_gpt2_where_possible(tiny):
-    for words in ("", "model.n_kv_head=2", "model.norm_eps=0.01", "model.bias=true"):
+    for words in ("", "model.norm_eps=0.01", "model.bias=true"):
         assert choose_form("auto", tiny("model.router=dense", *words.split()).model) == "gpt2", (
             words
         )

@@ -5,7 +5,6 @@ refused.
 import json
 import os
 import shutil
-from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -184,22 +183,6 @@ def test_run_starts_where_another_ended(tiny, source, capsys):
     line = f"{folder.path_of(config)}: starts from {folder.path_of(source)}, a run at step 4\n"
     assert line in capsys.readouterr().out
     assert run(tiny(*MOVED, "run.name=random", "run.seed=7"))[0]["val/loss"] > first["val/loss"]
-
-
-def test_a_rank_that_is_not_the_first_prints_nothing(tiny, source, capsys, monkeypatch):
-    config = start_from(tiny, source, "model.router=sigmoid", "model.gate_scale=1")
-    said = []
-    for rank in range(2):
-        ranks = ALONE._replace(rank=rank)
-        weights = read_initial_weights(config)
-        model = GPT(config.model)
-        monkeypatch.setenv("RANK", str(rank))
-        weights.load_into(model, ranks)
-        batches = repeat((ids(32).repeat(99, 1), ids(32).repeat(99, 1)))
-        weights.match_gates(model, config, batches, torch.autocast("cpu", enabled=False), ranks)
-        said.append(capsys.readouterr().out)
-    assert "starts from" in said[0] and "the gates of sigmoid times" in said[0]
-    assert said[1] == ""
 
 
 def test_resumed_run_does_not_need_init_from(tiny, source, capsys):

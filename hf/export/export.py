@@ -343,10 +343,8 @@ def compare_tokenizers(out: Path, own: Tokenizer) -> None:
     theirs: Any = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
     # no special tokens: transformers would read their texts as the tokens
     ordinary = [i for i, token in enumerate(token_bytes(own)) if token]
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(ordinary), (ROWS, 256), generator=generator)
-    random_texts = [own.decode([ordinary[i] for i in row]) for row in drawn.tolist()]
-    for text in [*ODD_TEXTS, *random_texts]:
+    drawn = torch.randint(len(ordinary), (999,), generator=torch.Generator().manual_seed(0))
+    for text in [*ODD_TEXTS, own.decode([ordinary[i] for i in drawn.tolist()])]:
         ids = own.encode(text)
         if theirs.encode(text) != ids or theirs.decode(ids) != own.decode(ids):
             difference = "gives other ids, or decodes them to another text"
