@@ -48,12 +48,11 @@ def write_report(args: Namespace, origin: Sequence[str]) -> str:
     from report.page import build_section, format_page, read_report
 
     report = read_report(args)
-    sections = [build_section(report, group) for group in report.groups]
+    sections = [build_section(group, args) for group in report.groups]
     out = args.out or name_folder(find_runs(args.runs))
     out.mkdir(parents=True, exist_ok=True)
-    page = format_page(report, sections, origin, args.every if args.follow else 0)
-    write_atomic(out / "report.html", page)
-    lines = [f"{build_overview(report.runs, report.baseline).to_text()}\n"]
+    write_atomic(out / "report.html", format_page(report, sections, args, origin))
+    lines = [f"{build_overview(report.runs).to_text()}\n"]
     lines += [f"{note}." for note in report.notes]
     for section in sections:
         lines.append(section.title)

@@ -14,7 +14,7 @@ class Table:
     """
 
     columns: list[str]
-    rows: list[dict[str, str]] = field(default_factory=list)
+    rows: list[dict] = field(default_factory=list)
     title: str = "Table"
     important: Sequence[str] = ()
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from common.text import plural
 from configure.schema import KEYS, read_router_names, select_keys
 from report.compare import Difference, Verdict, clustered, judge, paired
 from report.labels import (
@@ -47,7 +48,7 @@ Place = tuple[Any, int]  # a value of the report's key, None without a key; a se
 class Comparison(NamedTuple):
     """Two variants and the difference of their losses, left minus right.
 
-    `over` says what the interval is over: "seeds", "documents", or nothing without an interval.
+    `over` says what its interval is over: a number of seeds, documents, or "-" without an interval.
     """
 
     left: str
@@ -130,7 +131,7 @@ class Group:
             return None
         difference = paired(apart.mean())
         if difference.n >= MIN_SEEDS:
-            return Comparison(left, right, difference, "seeds")
+            return Comparison(left, right, difference, plural(difference.n, "seed"))
         windows = []
         documents = np.empty(0)
         for row, seed in product(apart.index, map(int, apart.columns)):
@@ -139,11 +140,11 @@ class Group:
             if {WINDOWS, DOCUMENTS} <= first.keys() and WINDOWS in second:
                 windows.append(np.subtract(first[WINDOWS], second[WINDOWS]))
                 documents = first[DOCUMENTS]
-        low = high = math.nan
+        interval = Difference(math.nan)
         if len(windows) == apart.size:
-            _, low, high, _, _ = clustered(np.mean(windows, axis=0), documents)
-        over = "" if math.isnan(low) else "documents"
-        return Comparison(left, right, difference._replace(low=low, high=high, p=math.nan), over)
+            interval = clustered(np.mean(windows, axis=0), documents)
+        difference = difference._replace(low=interval.low, high=interval.high, p=math.nan)
+        return Comparison(left, right, difference, "-" if math.isnan(interval.low) else "documents")
 
     def count_differing(self, left: str, right: str) -> float:
         """The number of options that differ between two variants; infinite if no seed is shared."""
@@ -329,20 +330,18 @@ def order_run(run: Run, key: str | None) -> tuple:
 
 
 def label_groups(groups: list[Group]) -> None:
-    """Label each group by no more keys than distinguish them, and sort them by these keys.
+    """Label each group by the keys that distinguish them, and sort them by these keys.
 
-    Keys that the schema labels first are chosen before others.
+    Where those that the schema labels first do, the others are not named.
     """
     runs = [group.shown[0] for group in groups]
-    chosen: list[str] = []
-    varying = find_varying(runs, groups[0].values) if groups else []
-    for key in sorted(varying, key=lambda key: key not in FIRST_IN_LABELS):
-        if count_values(runs, [*chosen, key]) > count_values(runs, chosen):
-            chosen.append(key)
-    chosen.sort(key=SETTING_KEYS.index)
+    keys = find_varying(runs, groups[0].values) if groups else []
+    first = [key for key in keys if key in FIRST_IN_LABELS]
+    if count_values(runs, first) == len(groups):
+        keys = first
     for group, run in zip(groups, runs, strict=True):
-        group.label = join_labels(dict.fromkeys(describe(run, key) for key in chosen))
-    groups.sort(key=lambda group: [group.values[key] for key in chosen])
+        group.label = join_labels(dict.fromkeys(describe(run, key) for key in keys))
+    groups.sort(key=lambda group: [group.values[key] for key in keys])
 
 
 def find_fault(group: Group) -> str:
@@ -354,28 +353,15 @@ def find_fault(group: Group) -> str:
 
 
 def describe_gaps(group: Group) -> str:
-    """A note on the unfinished runs of a group, and on seeds and values that variants lack.
-
-    "" without any.
-    """
+    """A note on unfinished runs of a group, and on losses that variants lack; "" without any."""
     gaps = [f"{run.path} ({run.progress})" for run in group.compared if not run.ended]
-    seeds = sorted({run.seed for run in group.compared})
-    columns = pd.MultiIndex.from_product([list(group.runs), seeds])
-    is_lacking = group.losses.loc[group.ends].reindex(columns=columns).isna()
-    for variant, row in product(group.runs, group.ends):
-        lacking = is_lacking.loc[row, variant]
-        if lacking.any():
-            at_row = f" at {format_value(group.key, row)}" if group.key else ""
-            missing = ", ".join(map(str, lacking.index[lacking]))
-            gaps.append(f"{variant}{at_row} lacks seed {missing}")
+    wanted = len({run.seed for run in group.compared}) * len(group.ends)
+    for variant, runs in group.runs.items():
+        if len(runs) < wanted:
+            of = f"seeds at values of {group.key}" if group.key else "seeds"
+            gaps.append(f"{variant} has {len(runs)} of {wanted} {of}")
     if not gaps:
         return ""
-    compared_at = "the end of each run"
-    if group.key is None:
-        max_steps = max(run.max_steps for run in group.compared)
-        compared_at = f"step {group.ends[0]:,} of {max_steps:,}"
-    note = (
-        f"incomplete: {'; '.join(gaps)}. "
-        f"Losses are compared at {compared_at}, by the seeds that both arms have"
-    )
+    at = "the end of each run" if group.key else f"step {group.ends[0]:,}"
+    note = f"incomplete: {'; '.join(gaps)}. Losses are compared at {at}, by the seeds of both"
     return f"{group.label}: {note}" if group.label else note

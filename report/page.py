@@ -9,13 +9,12 @@ import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Template
 from markupsafe import Markup, escape
 
-from common.text import plural
 from report import tables
 from report.blocks import Table
 from report.compare import UNDECIDED, Verdict
@@ -28,26 +27,21 @@ from runtime.runs import Run, format_time, read_runs
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
-@dataclass
-class Section:
+class Section(NamedTuple):
     """What a page says of a group."""
 
     title: str
     text: str
     pictures: list[Picture]
-    tables: list[Table] = field(default_factory=list)
+    tables: list[Table]
 
 
-@dataclass
-class Report:
-    """The groups of a report, and the options it was asked for with."""
+class Report(NamedTuple):
+    """The runs of a report, and the groups of them that can be compared."""
 
     runs: list[Run]
     groups: list[Group]
     notes: list[str]
-    baseline: str = "kern"
-    experiment: str | None = None
-    margin: float = 0.0
 
 
 def read_report(args: Namespace) -> Report:
@@ -67,22 +61,21 @@ def read_report(args: Namespace) -> Report:
     names = {name for group in groups for v in group.runs for name in (v, group.router(v))}
     if args.baseline != "kern" and args.baseline not in names:
         raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
-    return Report(runs, groups, notes + left_out, args.baseline, args.experiment, args.margin)
+    return Report(runs, groups, notes + left_out)
 
 
-def build_section(report: Report, group: Group) -> Section:
+def build_section(group: Group, args: Namespace) -> Section:
     """The section of a group."""
-    pairs = compare_group(group, report.baseline, report.margin)
-    sentence = describe_verdicts(pairs, group, report.baseline)
-    section = Section(group.label or "Loss", tables.describe_group(group), [])
-    section.pictures = draw_group(group, report.baseline, sentence)
+    pairs = compare_group(group, args.baseline, args.margin)
+    pictures = draw_group(group, args.baseline, describe_verdicts(pairs, group, args.baseline))
+    shown = []
     if group.runs:
-        section.tables = [tables.build_pairs_table(group, pairs), tables.build_loss_table(group)]
-        if report.experiment:
-            section.tables.append(build_paper_table(report.experiment, group.values))
-        section.tables.append(tables.build_measure_table(group))
-    section.tables = [table for table in section.tables if table.rows]
-    return section
+        shown = [tables.build_pairs_table(group, pairs), tables.build_loss_table(group)]
+        if args.experiment:
+            shown.append(build_paper_table(args.experiment, group.values))
+        shown.append(tables.build_measure_table(group))
+    shown = [table for table in shown if table.rows]
+    return Section(group.label or "Loss", tables.describe_group(group), pictures, shown)
 
 
 def describe_verdicts(
@@ -91,41 +84,30 @@ def describe_verdicts(
     """The variants whose loss is decided to differ from the baseline's, and how many are not."""
     if not group.runs:
         return "These runs are not compared yet."
-    decided = []
-    n_undecided = 0
+    texts = []
     for pair, verdict in sorted(pairs, key=lambda pair: pair[0].difference.mean):
         if baseline in (pair.right, group.router(pair.right)):
-            if verdict.text == UNDECIDED:
-                n_undecided += 1
-            else:
-                decided.append(f"{pair.left} {verdict.text}")
+            texts.append(f"{pair.left} {verdict.text}")
+    decided = [text for text in texts if not text.endswith(UNDECIDED)]
     names = ", ".join(decided) or "nothing"
-    return f"Against {baseline}: decided: {names}; undecided: {n_undecided}."
+    return f"Against {baseline}: decided: {names}; undecided: {len(texts) - len(decided)}."
 
 
 def format_page(
-    report: Report, sections: Sequence[Section], command: Sequence[str], refresh: float = 0
+    report: Report, sections: Sequence[Section], args: Namespace, command: Sequence[str]
 ) -> bytes:
-    """The HTML of a report.
-
-    Args:
-        report: what the page is of.
-        sections: of its groups.
-        command: the arguments of python that made the page.
-        refresh: seconds after which the page loads itself again; 0: never.
-    """
+    """The HTML of a report; `command` has the arguments of python that made it."""
     template = Template(TEMPLATE.read_text(), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = template.render(
         report=report,
         states=count_states(report.runs),
-        overview=build_overview(report.runs, report.baseline),
+        overview=build_overview(report.runs),
         sections=sections,
+        args=args,
         origin=describe_origin(command),
-        refresh=refresh,
         min_seeds=MIN_SEEDS,
         spread=tables.SPREAD,
         format_text=format_text,
-        plural=plural,
     )
     # a name of a folder may have bytes that are not UTF-8
     return page.encode(errors="backslashreplace")

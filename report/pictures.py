@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,24 +35,23 @@ Styles = Mapping[str, dict[str, Any]]
 
 def draw_group(group: Group, baseline: str, sentence: str = "") -> list[Picture]:
     """All pictures of a group; `sentence` has the verdicts."""
-    styles = choose_group_styles(group, baseline)
     figures = {draw_losses(group, baseline): sentence}
     measures = find_measures(group)
     if measures:
+        styles = choose_group_styles(group, baseline)
         figure, panels = plots.make_figure(len(measures), columns=3)
         for axes, (name, (label, _)) in zip(panels, measures.items(), strict=True):
-            axes.set_title(label, loc="left")
-            plot_curves(axes, group, collect_curves(group, group.series(name)), styles)
+            plot_curves(axes, label, group, collect_curves(group, group.series(name)), styles)
         plots.add_legend(figure)
         figures[figure] = "Measures: mean and range over seeds."
     loads = collect_loads(group)
     if loads:
-        figures[draw_loads(loads)] = "Experts of each layer, the busiest first."
+        figures[draw_loads(loads)] = "Load of each layer's experts, the busiest first."
     return [Picture(plots.to_svg(figure), caption) for figure, caption in figures.items()]
 
 
 def choose_group_styles(group: Group, baseline: str) -> Styles:
-    """The styles of the curves with a colour: all of few, else the baseline and the lowest losses.
+    """The styles of the curves with a colour: the baseline, then the lowest losses.
 
     They are the same in every picture of the group.
     """
@@ -60,12 +60,10 @@ def choose_group_styles(group: Group, baseline: str) -> Styles:
     def rank(variant: str) -> tuple:
         return baseline not in (variant, group.router(variant)), means[variant]
 
-    shown = {variant: group.first_run(variant) for variant in group.runs} | group.curves
-    if len(shown) > MAX_COLOURED and group.runs:
-        shown = {variant: group.first_run(variant) for variant in sorted(group.runs, key=rank)}
-    leading = list(shown)[:MAX_COLOURED]
-    styles = plots.choose_styles([shown[label].config.model.router for label in leading])
-    return dict(zip(leading, styles, strict=True))
+    shown = {variant: group.first_run(variant) for variant in sorted(group.runs, key=rank)}
+    shown = dict(islice((shown | group.curves).items(), MAX_COLOURED))
+    styles = plots.choose_styles([run.config.model.router for run in shown.values()])
+    return dict(zip(shown, styles, strict=True))
 
 
 def draw_losses(group: Group, baseline: str) -> Figure:
@@ -76,11 +74,11 @@ def draw_losses(group: Group, baseline: str) -> Figure:
         losses[label] = plots.summarize_range(pd.DataFrame({0: run.series("val/loss")}))
     differences, over = collect_differences(group, baseline)
     figure, panels = plots.make_figure(2 if differences else 1)
-    panels[0].set_title(f"validation loss, {name_unit(group.shown[0])}; range of seeds", loc="left")
-    plot_curves(panels[0], group, losses, styles)
+    title = f"validation loss, {name_unit(group.shown[0])}; range of seeds"
+    plot_curves(panels[0], title, group, losses, styles)
     if differences:
-        panels[1].set_title(f"minus {baseline}'s, 95% over {over or 'nothing'}", loc="left")
-        plot_curves(panels[1], group, differences, styles, has_zero=True)
+        title = f"minus {baseline}'s, 95% over {over}"
+        plot_curves(panels[1], title, group, differences, styles, has_zero=True)
     plots.add_legend(figure)
     return figure
 
@@ -102,7 +100,7 @@ def collect_differences(group: Group, baseline: str) -> tuple[dict[str, pd.DataF
     The text says what the intervals are over.
     """
     curves = {}
-    draws = {""}
+    draws = set()
     for variant in group.runs:
         points = {}
         for base in group.find_counterparts(variant, baseline)[:1]:
@@ -113,17 +111,21 @@ def collect_differences(group: Group, baseline: str) -> tuple[dict[str, pd.DataF
                     draws.add(pair.over)
         if points:
             curves[variant] = pd.DataFrame(points, index=["mean", "low", "high"]).T
-    return curves, " or ".join(sorted(draws - {""}))
+    return curves, " or ".join(sorted(draws))
 
 
 def plot_curves(
     axes: Axes,
+    title: str,
     group: Group,
     curves: Mapping[str, pd.DataFrame],
     styles: Styles,
     has_zero: bool = False,
 ) -> None:
-    """Plot curves of a group; those without a style are grey, behind the others."""
+    """Plot curves of a group; those without a style are grey, behind the others.
+
+    Those that are not compared do not set the frame.
+    """
     for label, style in styles.items():
         if label in curves:
             plots.plot_curve(axes, label, curves[label], style)
@@ -132,36 +134,32 @@ def plot_curves(
         named = f"{len(greys)} others" if label == greys[0] else "_"
         axes.plot(curves[label]["mean"], color=plots.GREY, linewidth=0.8, zorder=1, label=named)
     compared = [curves[label] for label in curves if label in group.runs]
-    plots.set_frame(axes, compared or list(curves.values()), group.key is None, has_zero)
-    axes.set_xlabel(group.key or "step")
+    points = pd.concat(compared or list(curves.values()))
     if group.key:
-        values = list(group.losses.index)
-        plots.scale_key(axes, values, [format_tick(group.key, value) for value in values])
+        plots.scale_key(axes, {row: format_tick(group.key, row) for row in group.ends})
+        points.index = [0] * len(points)  # all are in the frame
+    plots.set_frame(axes, title, points, has_zero)
+    axes.set_xlabel(group.key or "step")
 
 
-def collect_loads(group: Group) -> dict[str, np.ndarray]:
-    """{variant: (L, E)} loads of its first run at the end, sorted, relative to an even share."""
-    loads: dict[str, np.ndarray] = {}
+def collect_loads(group: Group) -> dict[str, list[list[float]]]:
+    """{variant: loads of its first run's layers}, sorted, relative to an even share."""
+    loads = {}
     for variant, runs in group.runs.items():
         x, seed = next(iter(runs))
         line = group.evaluation(variant, x if group.key else group.ends[0], seed)
-        by_layer = np.array(line.get("val/loads", []), float)
-        if by_layer.size:
-            loads[variant] = -np.sort(-by_layer / by_layer.mean(1, keepdims=True))
+        shares = [np.divide(layer, np.mean(layer)) for layer in line.get("val/loads", [])]
+        if shares:
+            loads[variant] = [sorted(layer, reverse=True) for layer in shares]
     return loads
 
 
-def draw_loads(loads: Mapping[str, np.ndarray]) -> Figure:
+def draw_loads(loads: Mapping[str, list[list[float]]]) -> Figure:
     """The layers of each variant below each other."""
-    widest = max(shares.shape[1] for shares in loads.values())
-    rows = np.empty((0, widest))
-    middles = []
-    for shares in loads.values():
-        missing = widest - shares.shape[1]
-        middles.append(len(rows) + len(shares) / 2 - 0.5)
-        rows = np.append(rows, np.pad(shares, ((0, 0), (0, missing)), constant_values=np.nan), 0)
+    rows = pd.DataFrame([layer for layers in loads.values() for layer in layers])
     figure, (axes,) = plots.make_figure(size=(2 * plots.PANEL[0], 1 + 0.1 * len(rows)))
-    plots.plot_loads(axes, rows)
-    axes.set_yticks(middles, list(loads))
+    plots.plot_loads(axes, rows.to_numpy())
+    starts = np.cumsum([0, *map(len, loads.values())])[:-1]
+    axes.set_yticks(starts, list(loads))  # at the first layer
     axes.set_xlabel("expert, busiest first")
     return figure

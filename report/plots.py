@@ -2,7 +2,7 @@
 
     figure, (left, right) = make_figure(2)
     plot_curve(left, "kern", points, choose_styles(["kern"])[0])
-    set_frame(left, [points])
+    set_frame(left, "validation loss", points)
     add_legend(figure)
     figure.savefig("losses.png")
 
@@ -12,7 +12,8 @@ legend for all its panels, and can be read in grey: routers differ in marker and
 
 import io
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -21,8 +22,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-
-from configure.schema import read_router_names
 
 DENSE_DOTS = (0, (1, 1))
 LONG_DASHES = (0, (7, 2))
@@ -51,7 +50,6 @@ GREY = "#999999"  # of curves that do not lead
 FREE_MARKERS = "H1234+|_"  # of routers that are not in STYLES
 PANEL = (4.2, 3.0)  # width and height in inches
 MAX_POINTS = 60  # of a curve; more are averaged, because training losses are noisy
-MAX_BARS = 12  # points of a curve whose intervals are bars; more are a band
 
 
 def choose_styles(routers: Sequence[str]) -> list[dict[str, Any]]:
@@ -59,13 +57,10 @@ def choose_styles(routers: Sequence[str]) -> list[dict[str, Any]]:
 
     A router has the same style in every picture. Where two colours are equal, all get others.
     """
-    names = dict.fromkeys([*read_router_names(), *routers])
-    free = {
-        name: FREE_MARKERS[i % 8] for i, name in enumerate(sorted(names.keys() - STYLES.keys()))
-    }
     styles = []
     for router in routers:
-        colour, line, marker = STYLES.get(router) or ("black", "-", free[router])
+        free = FREE_MARKERS[zlib.crc32(router.encode()) % len(FREE_MARKERS)]
+        colour, line, marker = STYLES.get(router, ("black", "-", free))
         styles.append({"color": colour, "linestyle": line, "marker": marker})
     if len({style["color"] for style in styles}) < len(styles) <= len(DISTINCT):
         for style, colour, marker in zip(styles, DISTINCT, "os^DvP", strict=False):
@@ -112,37 +107,29 @@ def plot_curve(axes: Axes, label: str, points: pd.DataFrame, style: dict[str, An
         style: of `choose_styles`.
     """
     (line,) = axes.plot(points.index, points["mean"], label=label, **style)
-    line.set_markersize(4 if len(points) <= MAX_BARS else 2)
-    if len(points) <= MAX_BARS:
-        axes.vlines(points.index, points["low"], points["high"], color=style["color"], alpha=0.5)
-    else:
-        axes.fill_between(
-            points.index, points["low"], points["high"], color=style["color"], alpha=0.15, lw=0
-        )
+    line.set_markersize(3)
+    axes.vlines(points.index, points["low"], points["high"], color=style["color"], alpha=0.4)
 
 
-def set_frame(
-    axes: Axes, curves: Sequence[pd.DataFrame], is_over_steps: bool = True, has_zero: bool = False
-) -> None:
-    """Choose the y-axis: whole intervals of the last three quarters of the steps, and zero.
+def set_frame(axes: Axes, title: str, points: pd.DataFrame, has_zero: bool = False) -> None:
+    """Choose the y-axis: whole intervals of the last three quarters of the places, and zero.
 
     The start of training would swallow the rest; arrows in the title say how far it goes.
 
     Args:
-        axes: which has its title.
-        curves: points, as in `plot_curve`.
-        is_over_steps: else whole intervals of all points are shown.
+        axes: where.
+        title: above it.
+        points: of all curves, as in `plot_curve`. An interval that is unknown is its mean.
         has_zero: zero is in the frame, as a line.
     """
-    points = pd.concat(curves).ffill(axis=1)  # an interval that is unknown is its mean
-    late = points[points.index >= points.index.max() / 4] if is_over_steps else points
+    points = points.ffill(axis="columns")
+    late = points[points.index >= points.index.max() / 4]
     low, high = late["low"].min(), late["high"].max()
     if has_zero:
         axes.axhline(0, color="black", linewidth=0.8)
         low, high = min(low, 0), max(high, 0)
     margin = 0.08 * (high - low or abs(high) or 1)
     axes.set_ylim(low - margin, high + margin)
-    title = axes.get_title("left")
     if points["high"].max() > high + margin:
         title += f"\n↑ up to {points['high'].max():.3g}"
     if points["low"].min() < low - margin:
@@ -150,11 +137,11 @@ def set_frame(
     axes.set_title(title, loc="left", fontsize=10)
 
 
-def scale_key(axes: Axes, values: Sequence[float], labels: Sequence[str]) -> None:
+def scale_key(axes: Axes, ticks: Mapping[float, str]) -> None:
     """Make a factor of 2 on the x-axis, and the way from 0 to the smallest value, equally long."""
-    smallest = min((abs(value) for value in values if value), default=1)
+    smallest = min((abs(value) for value in ticks if value), default=1)
     axes.set_xscale("symlog", base=2, linscale=0.5, linthresh=smallest)
-    axes.set_xticks(values, labels, rotation=90 if len(values) > 6 else 0)
+    axes.set_xticks(list(ticks), list(ticks.values()), rotation=90 if len(ticks) > 6 else 0)
     axes.minorticks_off()
 
 

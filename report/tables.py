@@ -6,7 +6,6 @@
 import math
 import re
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -15,11 +14,12 @@ from balance import MEASURES
 from common.text import plural
 from report.blocks import Table
 from report.compare import Verdict
-from report.frame import MIN_SEEDS, Comparison, Group
+from report.frame import Comparison, Group
 from report.labels import format_tick, format_value, join_labels, name_unit
 from runtime.memory import count_parameters
 
 SPREAD = "± SD over seeds"
+MINUS = "first minus second, 95%"
 LABELS = {  # besides measures of routing: {name in metrics.jsonl: (in words, format)}
     "train/loss": ("training loss", ".4f"),
     "val_ema/loss": ("validation loss of averaged weights", ".4f"),
@@ -63,16 +63,13 @@ def list_rows(group: Group, n: int = 10) -> list[Any]:
 def build_loss_table(group: Group) -> Table:
     """Loss of each variant over the key, or over steps."""
     name = f"{group.key or 'loss at step'}, {SPREAD}"
-    columns = {row: format_tick(group.key, row) for row in list_rows(group)}
-    cells = summarize(group.losses.loc[list(columns)])
-    table = Table([name, "seeds", *columns.values()], title="Losses")
-    table.important = [name, "seeds", *reversed(columns.values())]
-    for variant in group.runs:
+    cells = summarize(group.losses.loc[list_rows(group)])
+    cells.columns = [format_tick(group.key, row) for row in cells.columns]
+    table = Table([name, "seeds", *cells.columns], title="Losses")
+    table.important = [name, "seeds", *reversed(cells.columns)]
+    for variant, row in cells.to_dict("index").items():
         n_seeds = len(group.losses[variant].columns)
-        row = {name: f"**{variant}**", "seeds": str(n_seeds)}
-        for x, column in columns.items():
-            row[column] = str(cells.at[variant, x])
-        table.rows.append(row)
+        table.rows.append({name: f"**{variant}**", "seeds": str(n_seeds), **row})
     return table
 
 
@@ -81,21 +78,19 @@ def build_pairs_table(group: Group, pairs: Sequence[tuple[Comparison, Verdict]])
 
     Over a key it has the difference at each value, and the mean, which is judged.
     """
-    columns = {x: format_tick(group.key, x) for x in (group.ends if group.key else [])}
-    judged = ["first minus second, 95%", "interval over", "first is", "Holm's p"]
-    table = Table(["first", "second", *columns.values(), *judged], title="Pairs")
-    table.important = ["first", "second", "first minus second, 95%", "first is"]
+    table = Table(["first", "second"], title="Pairs")
+    table.columns += [format_tick(group.key, x) for x in group.ends if group.key]
+    table.columns += [MINUS, "interval over", "first is", "Holm's p"]
+    table.important = ["first", "second", MINUS, "first is"]
     for pair, verdict in sorted(pairs, key=lambda pair: -abs(pair[0].difference.mean)):
         row = {"first": pair.left, "second": pair.right}
-        for x, column in columns.items():
+        for x in group.ends if group.key else ():
             at_x = group.compare(pair.left, pair.right, [x])
-            row[column] = str(at_x.difference) if at_x else ""
-        seeds = plural(pair.difference.n, "seed")
-        row["first minus second, 95%"] = str(pair.difference)
-        row["interval over"] = seeds if pair.over == "seeds" else pair.over or "-"
-        is_few = pair.difference.n < MIN_SEEDS and math.isfinite(pair.difference.mean)
-        row["first is"] = f"**{verdict.text} ({seeds})**" if is_few else f"**{verdict.text}**"
-        row["Holm's p"] = "-" if math.isnan(verdict.p) else f"{verdict.p:.2g}"
+            row[format_tick(group.key, x)] = str(at_x.difference) if at_x else ""
+        few = f" ({plural(pair.difference.n, 'seed')})" if math.isnan(pair.difference.p) else ""
+        row |= {MINUS: str(pair.difference), "interval over": pair.over}
+        row |= {"first is": f"**{verdict.text}{few}**"}
+        row["Holm's p"] = "-" if few else f"{verdict.p:.2g}"
         table.rows.append(row)
     return table
 
@@ -106,14 +101,14 @@ def find_measures(group: Group) -> dict[str, tuple[str, str]]:
     Of a measure of routing that evaluations have, theirs counts.
     """
     names = {name for run in group.compared for line in run.lines for name in line}
-    found = {name: label for name, label in LABELS.items() if name in names}
+    evaluated = [name for name in names if name.startswith("val/")]
+    names -= {name.replace("val/", "router/") for name in evaluated}
+    labels = dict(LABELS)
     for measure, (label, form, *_) in MEASURES.items():
-        for name in (f"router/{measure}", f"val/{measure}"):
-            if name in names:
-                found.pop(f"router/{measure}", None)
-                found[name] = label, form
-    scores = sorted(name for name in names if LOSSES_AND_SCORES.fullmatch(name))
-    return found | {name: (name, ".4f") for name in scores}
+        labels |= dict.fromkeys([f"val/{measure}", f"router/{measure}"], (label, form))
+    for name in sorted(name for name in names if LOSSES_AND_SCORES.fullmatch(name)):
+        labels[name] = name, ".4f"
+    return {name: label for name, label in labels.items() if name in names}
 
 
 def build_measure_table(group: Group) -> Table:
@@ -121,21 +116,19 @@ def build_measure_table(group: Group) -> Table:
 
     Where tasks are scored less often than losses, their last score by then counts.
     """
-    head = f"at the end, {SPREAD}"
-    table = Table([head], title="Measures")
-    rows = {place: {} for place in product(group.runs, group.ends)}
+    columns = {}
     for name, (_, form) in find_measures(group).items():
         values = group.series(name)
         if not group.key:
-            values = values.loc[: group.ends[0]].ffill()
-        cells = summarize(values, form)
-        last = None if group.key else cells.columns[-1]
-        table.columns.append(name)
-        for variant, end in rows:
-            rows[variant, end][name] = str(cells.at[variant, last or end])
-    for (variant, end), row in rows.items():
+            end = group.ends[0]
+            values = values.loc[:end].ffill().tail(1).rename(index=lambda _, end=end: end)
+        columns[name] = summarize(values, form).stack()
+    head = f"at the end, {SPREAD}"
+    table = Table([head, *columns], title="Measures")
+    cells = pd.DataFrame(columns).fillna("")
+    for (variant, x), row in zip(cells.index.tolist(), cells.to_dict("records"), strict=True):
         if any(row.values()):
-            label = format_value(group.key, end) if group.key else ""
+            label = format_value(group.key, x) if group.key else ""
             table.rows.append({head: join_labels([variant, label]), **row})
     return table
 
@@ -144,21 +137,15 @@ def describe_group(group: Group) -> str:
     """The text, the length of training, the validation windows and the models' sizes."""
     run = group.shown[0]
     tokens = run.config.train.batch_size * run.config.model.block_size
-    lengths = sorted({run.max_steps for run in group.shown})
-    steps = " or ".join(f"{length:,}" for length in lengths)
+    steps = " or ".join(f"{length:,}" for length in sorted({r.max_steps for r in group.shown}))
     windows = f"{run.count_windows():,} validation windows"
     documents = set(run.evaluations[run.last_evaluated].get("val/window_documents", ()))
     if documents:
         windows += f" of {plural(len(documents), 'document')}"
-    sizes = [count_parameters(run.config.model) for run in group.shown]
-    total, active = (format_range(counts) for counts in zip(*sizes, strict=True))
+    sizes = []
+    for total, active in sorted({count_parameters(r.config.model) for r in group.shown}):
+        sizes.append(f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active")
     return (
         f"`{run.config.data.label}`: {steps} steps of {tokens:,} tokens; {windows}. "
-        f"{total} parameters, {active} active. Losses in {name_unit(run)}."
+        f"{' or '.join(sizes)}. Losses in {name_unit(run)}."
     )
-
-
-def format_range(counts: Sequence[int]) -> str:
-    """The smallest and the largest of some numbers of parameters, in millions."""
-    ends = [f"{min(counts) / 1e6:.2f}M", f"{max(counts) / 1e6:.2f}M"]
-    return " to ".join(dict.fromkeys(ends))
