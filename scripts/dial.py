@@ -8,22 +8,20 @@ of one tuned base, carried to the shape by optim.transfer (docs/transfer.md).
 """
 
 import math
-import tempfile
+import tomllib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import configure
 from common.text import format_bytes
 from configure import Config, ConfigError
-from configure.check import format_toml
-from configure.schema import SECTIONS, Model
+from configure.schema import Model, replace
 from runtime.distributed import GPUS
 from runtime.memory import USABLE, Memory, count_parameters, flops_per_token
 from runtime.step_time import estimate_mfu
 
-# Layers and width. From 512 channels on 64 to a layer, as nanochat's depth dial has; below 32, so
+# Layers and width. From 384 channels on 64 to a layer, as nanochat's depth dial has; below 32, so
 # that the smallest rungs have several layers. 12 x 768 is the paper's 125M.
 SHAPES = [
     (2, 64),
@@ -31,6 +29,7 @@ SHAPES = [
     (4, 128),
     (6, 192),
     (8, 256),
+    (6, 384),
     (8, 512),
     (10, 640),
     (12, 768),
@@ -44,6 +43,7 @@ SHAPES = [
 ]
 BYTES_UP_TO = 256  # width: with GPT-2's vocabulary most parameters of a smaller model embed tokens
 TOKENS_PER_PARAMETER = 20
+BEYOND = 4  # times the tokens of the largest shape are refused; not measured
 # The base: config/quickstart.toml at its best rate (docs/results-tables.md, rates.toml).
 BASE_BATCH = 2048  # tokens per step
 BASE_TOKENS = 2.05e6
@@ -52,15 +52,70 @@ MAX_DECAY = 0.1
 DECAY_STEPS = 1000  # rate · decay · steps = 3 at the base's rate of 3e-3, as in the paper's run
 MAX_WARMUP = 500
 
+# What differs between models of bytes, up to BYTES_UP_TO, and those of GPT-2's tokens.
+OF_BYTES = {
+    "vocab_size": 257,
+    "data": "stdlib",
+    "block_size": 256,
+    "head_size": 32,
+    "hidden_ratio": 1 / 16,
+    "dtype": "float32",
+    "windows": 512,
+}
+OF_TOKENS = {
+    "vocab_size": 50304,
+    "data": "fineweb-edu",
+    "block_size": 512,
+    "head_size": 64,
+    "hidden_ratio": 1 / 2,
+    "dtype": "auto",
+    "windows": 2048,
+}
+TEMPLATE = """\
+# {model.n_layer} x {model.n_embd}: {active:,.2f} M active of {total:,.2f} M parameters,
+# {budget:.3g} FLOPs, {tokens:,.0f} M tokens: {ratio:,.0f} tokens per active parameter.
+# Written by scripts.plan. Rates are of the base, config/quickstart.toml; optim.transfer
+# carries them to this shape (docs/transfer.md). Sources of all rules: docs/choose.md.
+
+[model]
+n_layer = {model.n_layer}  # largest shape with 20 tokens per active parameter
+n_embd = {model.n_embd}  # ours; 64 channels a layer from 384 on, as in nanochat
+n_head = {model.n_head}  # 32 channels a head up to 256, then 64: the paper's
+n_expert = {model.n_expert}  # arXiv 2509.25913, table of models
+top_k = {model.top_k}  # the same
+expert_hidden = {model.expert_hidden}  # top_k of them: width / 2, from 384 on 4 times it: the paper
+block_size = {model.block_size}  # quickstart.toml; from 384 on arXiv 2509.25913
+vocab_size = {model.vocab_size}  # bytes, or GPT-2's tokens from 384 on; must be data.name's
+router = "{model.router}"  # ties with kern under a balance loss: docs/results.md
+pos = "{model.pos}"  # quickstart.toml, of the base
+init_std = {model.init_std}  # of the base; optim.transfer scales it
+
+[data]
+name = "{data}"  # name yours
+
+[train]
+batch_size = {batch}  # tokens^0.47: arXiv 2410.21676, through quickstart.toml
+micro_batch_size = {micro_batch}  # largest up to 32 that fits: docs/scale.md
+max_steps = {steps}  # the budget; 20 tokens per parameter or more: arXiv 2203.15556
+dtype = "{dtype}"  # of quickstart.toml for a CPU; from 384 on for a GPU
+parallel = "{parallel}"  # the first that fits: docs/scale.md
+balance_loss_coef = 0.01  # docs/results-tables.md, balance.toml
+
+[optim]
+lr = 0.003  # best of three at the base: docs/results-tables.md, rates.toml
+transfer = "mup"  # arXiv 2203.03466, 2505.01618; docs/transfer.md
+base_width = 128  # config/quickstart.toml
+base_hidden = 64  # the same
+base_layers = 2  # the same
+warmup_steps = {warmup}  # a fifth, at most 500: quickstart.toml, 125m.toml
+weight_decay = {decay:.3g}  # lr * decay * steps as in 125m.toml: arXiv 2405.13698
+
+[eval]
+interval = {interval}  # ten evaluations
+windows = {windows}  # the studies', the default
+"""
+
 PlanMemory = Callable[[Config, int, int], dict[tuple[str, bool], Memory]]
-
-
-class Line(NamedTuple):
-    """A line of a config file."""
-
-    key: str
-    value: object
-    reason: str
 
 
 def add_dial(parser: ArgumentParser) -> None:
@@ -85,104 +140,97 @@ def write_config(args: Namespace, plan_memory: PlanMemory) -> str:
     """
     if args.write and args.write.exists():
         raise ConfigError(f"--write {args.write}: exists; name another file, or remove it")
-    layers, width, budget = choose_shape(args)
-    model = make_model(layers, width)
-    largest_micro_batch = 32
-    while True:
-        text = format_config(model, budget, args, largest_micro_batch)
-        config = load_text(text, args.gpus)
-        plans = plan_memory(config, args.gpus, args.gpus_per_node)
+    model, budget = choose_shape(args)
+    least = math.inf
+    for largest_micro_batch in (32, 16, 8, 4, 2, 1):
+        text = format_config(model, budget, args.gpus, largest_micro_batch)
+        plans = plan_memory(read_config(text), args.gpus, args.gpus_per_node)
         least = min(sum(memory) for memory in plans.values())
-        fitting = []
         for (parallel, _), memory in plans.items():
             if sum(memory) <= USABLE * args.memory * 2**30:
-                fitting.append(parallel)
-        if fitting:
-            text = format_config(model, budget, args, largest_micro_batch, fitting[0])
-            break
-        if config.train.micro_batch_size == 1:
-            raise ConfigError(
-                f"{layers} layers of width {width} need {format_bytes(least)} on each of "
-                f"{args.gpus} GPUs, and one has {args.memory:g} GiB; "
-                f"set --gpus {2 * args.gpus} or more, or a smaller budget"
-            )
-        largest_micro_batch = config.train.micro_batch_size // 2
-    if args.write:
-        args.write.write_text(text, encoding="utf-8")
-    return text
+                text = format_config(model, budget, args.gpus, largest_micro_batch, parallel)
+                if args.write:
+                    args.write.write_text(text, encoding="utf-8")
+                return text
+    raise ConfigError(
+        f"{model.n_layer} layers of width {model.n_embd} need {format_bytes(least)} on each of "
+        f"{args.gpus} GPUs, and one has {args.memory:g} GiB; "
+        f"set --gpus {2 * args.gpus} or more, or a smaller budget"
+    )
 
 
-def load_text(text: str, gpus: int) -> Config:
-    """The checked config of a TOML text, for `gpus` ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "dial.toml")
-        file.write_text(text, encoding="utf-8")
-        return configure.load(file, world_size=gpus)
+def read_config(text: str) -> Config:
+    """The config of a TOML text that `format_config` wrote."""
+    return replace(Config.model_validate(tomllib.loads(text)), "run", name="plan")
+
+
+def kind_of(width: int) -> Mapping[str, Any]:
+    """What a model of this width is trained on, and how."""
+    return OF_BYTES if width <= BYTES_UP_TO else OF_TOKENS
 
 
 def make_model(layers: int, width: int) -> Model:
     """The model of a shape."""
-    is_small = width <= BYTES_UP_TO
-    head_size = 32 if is_small else 64
-    hidden = width // 16 if is_small else width // 2
+    kind = kind_of(width)
     return Model(
         n_layer=layers,
-        n_head=width // head_size,
+        n_head=width // kind["head_size"],
         n_embd=width,
-        block_size=256 if is_small else 512,
-        vocab_size=257 if is_small else 50304,
+        block_size=kind["block_size"],
+        vocab_size=kind["vocab_size"],
         router="softmax-renorm",
         n_expert=64,
         top_k=8,
-        expert_hidden=hidden,
+        expert_hidden=int(width * kind["hidden_ratio"]),
         pos="rope",
         init_std=0.06,
     )
 
 
-def choose_shape(args: Namespace) -> tuple[int, int, float]:
-    """Layers, width and FLOPs that the dial asks for."""
+def choose_shape(args: Namespace) -> tuple[Model, float]:
+    """The model and the FLOPs that the dial asks for. Raises ConfigError."""
+    models = [make_model(*shape) for shape in SHAPES]
     if args.active is not None:
-        wanted = read_number(args.active)
-        sizes = {shape: count_parameters(make_model(*shape))[1] for shape in SHAPES}
-        smallest = min(sizes.values())
-        if wanted < smallest:
-            raise ConfigError(f"--active {args.active}: the smallest rung has {smallest:,}")
-        if wanted > 1.5 * max(sizes.values()):
-            raise ConfigError(f"--active {args.active}: the largest has {max(sizes.values()):,}")
-        shape = min(SHAPES, key=lambda shape: abs(math.log(sizes[shape] / wanted)))
-        return *shape, count_least_flops(make_model(*shape))
+        model = choose_by_size(args.active, models)
+        return model, count_least_flops(model)
     name, value = ("--budget", args.budget) if args.hours is None else ("--hours", args.hours)
     if not 0 < value < math.inf:
         raise ConfigError(f"{name} {value:g}: expected a number above 0")
     chosen = None
-    for layers, width in SHAPES:
-        model = make_model(layers, width)
-        flops = value
-        if args.hours is not None:
-            flops = count_flops_in(args, model)
+    for model in models:
+        flops = value if args.hours is None else count_flops_in(args, model)
         if count_least_flops(model) <= flops:
-            chosen = (layers, width, flops)
+            chosen = (model, flops)
     if chosen is None:
-        least = count_least_flops(make_model(*SHAPES[0]))
         raise ConfigError(
             f"{name} {value:g}: it is below the smallest rung, {SHAPES[0][0]} layers of width "
-            f"{SHAPES[0][1]}, which needs {1.01 * least:.3g} FLOPs; raise it to that"
+            f"{SHAPES[0][1]}, which needs {1.01 * count_least_flops(models[0]):.3g} FLOPs; raise "
+            "it to that"
+        )
+    model, flops = chosen
+    most = BEYOND * count_least_flops(models[-1])
+    if flops > most:
+        raise ConfigError(
+            f"{name} {value:g}: it is beyond the largest rung, {model.n_layer} layers of width "
+            f"{model.n_embd}, which takes up to {0.99 * most:.3g} FLOPs; lower it to that"
         )
     return chosen
 
 
-def read_number(text: str) -> float:
-    """A number with a suffix K, M or B."""
+def choose_by_size(text: str, models: list[Model]) -> Model:
+    """The model whose active parameters are nearest to a number such as 350M, by ratio."""
     scale = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1.0)
-    digits = text if scale == 1 else text[:-1]
     try:
-        number = float(digits) * scale
+        wanted = float(text if scale == 1 else text[:-1]) * scale
     except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ConfigError(f"--active {text}: expected a number such as 350M")
-    return number
+        wanted = math.nan
+    sizes = [count_parameters(model)[1] for model in models]
+    if not min(sizes) <= wanted <= 1.5 * max(sizes):
+        raise ConfigError(
+            f"--active {text}: expected a number such as 350M; rungs have {min(sizes):,} to "
+            f"{max(sizes):,}"
+        )
+    return min(models, key=lambda model: abs(math.log(count_parameters(model)[1] / wanted)))
 
 
 def count_flops_in(args: Namespace, model: Model) -> float:
@@ -190,8 +238,8 @@ def count_flops_in(args: Namespace, model: Model) -> float:
     gpu = GPUS[args.gpu]
     mfu = args.mfu
     if mfu is None:
-        config = load_text(format_config(model, count_least_flops(model), args), args.gpus)
-        mfu = estimate_mfu(config, gpu, args.gpus)
+        text = format_config(model, count_least_flops(model), args.gpus)
+        mfu = estimate_mfu(read_config(text), gpu, args.gpus)
     return args.hours * 3600 * args.gpus * gpu.peak * mfu
 
 
@@ -201,94 +249,53 @@ def count_least_flops(model: Model) -> float:
 
 
 def choose_batch(tokens: float, block_size: int, gpus: int) -> int:
-    """Sequences per step: a power of two near the power law, a multiple of `gpus`."""
+    """Sequences per step: a power of two near the power law, a multiple of `gpus`.
+
+    Raises ConfigError if there are more GPUs than sequences.
+    """
     batch_tokens = BASE_BATCH * (tokens / BASE_TOKENS) ** BATCH_EXPONENT
     sequences = 2 ** max(0, round(math.log2(batch_tokens / block_size)))
+    if gpus > sequences:
+        raise ConfigError(
+            f"--gpus {gpus}: a step of this budget has {sequences} sequences "
+            f"(tokens^{BATCH_EXPONENT}); set --gpus {sequences} or a larger budget"
+        )
     return -(-sequences // gpus) * gpus
 
 
-def choose_micro_batch(batch: int, gpus: int, largest: int) -> int:
-    """The largest divisor of a rank's part of the batch that is at most `largest`."""
-    of_rank = batch // gpus
-    return max(size for size in range(1, largest + 1) if of_rank % size == 0)
-
-
 def format_config(
-    model: Model,
-    budget: float,
-    args: Namespace,
-    largest_micro_batch: int = 32,
-    parallel: str = "ddp",
+    model: Model, budget: float, gpus: int, largest_micro_batch: int = 32, parallel: str = "ddp"
 ) -> str:
     """The TOML text: a line for each key with its rule and source."""
-    tokens = budget / flops_per_token(model)
-    batch = choose_batch(tokens, model.block_size, args.gpus)
-    micro_batch = choose_micro_batch(batch, args.gpus, largest_micro_batch)
-    steps = max(1, round(tokens / (batch * model.block_size)))
+    batch = choose_batch(budget / flops_per_token(model), model.block_size, gpus)
+    of_rank = batch // gpus
+    micro_batch = max(size for size in range(1, largest_micro_batch + 1) if of_rank % size == 0)
+    tokens_per_step = batch * model.block_size
+    steps = max(1, round(budget / flops_per_token(model) / tokens_per_step))
     total, active = count_parameters(model)
-    lines = [*list_model_lines(model), *list_run_lines(model, batch, micro_batch, steps)]
-    if parallel != "ddp":
-        lines.append(Line("train.parallel", parallel, "the first that fits: docs/scale.md"))
-        lines.sort(key=lambda line: list(SECTIONS).index(line.key.split(".")[0]))
-    text = [
-        f"# {model.n_layer} x {model.n_embd}: {active / 1e6:,.2f} M active of {total / 1e6:,.2f} M "
-        f"parameters, {steps * batch * model.block_size / 1e6:,.0f} M tokens, {budget:.3g} FLOPs.",
-        "# Written by scripts.plan. Rates are of the base, config/quickstart.toml; optim.transfer",
-        "# carries them to this shape (docs/transfer.md). Sources of all rules: docs/choose.md.",
-    ]
-    section = ""
-    for line in lines:
-        of_key, _, name = line.key.partition(".")
-        if of_key != section:
-            section = of_key
-            text += ["", f"[{section}]"]
-        setting = f"{name} = {format_toml(line.value)}"
-        text.append(f"{setting:26}  # {line.reason}")
-    return "\n".join(text) + "\n"
-
-
-def list_model_lines(model: Model) -> Iterator[Line]:
-    """Lines of the section [model]."""
-    is_small = model.n_embd <= BYTES_UP_TO
-    ratio = "half the width: quickstart.toml" if is_small else "4 times the width: the paper's 125M"
-    yield Line("model.n_layer", model.n_layer, "largest shape with 20 tokens per active parameter")
-    yield Line(
-        "model.n_embd", model.n_embd, "ours; 64 channels a layer from 512 on, as in nanochat"
+    text = TEMPLATE.format(
+        model=model,
+        budget=budget,
+        batch=batch,
+        micro_batch=micro_batch,
+        steps=steps,
+        parallel=parallel,
+        total=total / 1e6,
+        active=active / 1e6,
+        tokens=steps * tokens_per_step / 1e6,
+        ratio=steps * tokens_per_step / active,
+        warmup=min(steps // 5, MAX_WARMUP),
+        decay=min(MAX_DECAY, DECAY_STEPS / steps),
+        interval=max(1, steps // 10),
+        **kind_of(model.n_embd),
     )
-    yield Line("model.n_head", model.n_head, "32 channels a head below 512, then 64: the paper's")
-    yield Line("model.n_expert", model.n_expert, "arXiv 2509.25913, table of models")
-    yield Line("model.top_k", model.top_k, "the same")
-    yield Line("model.expert_hidden", model.expert_hidden, f"top_k * expert_hidden is {ratio}")
-    context = "quickstart.toml" if is_small else "arXiv 2509.25913"
-    yield Line("model.block_size", model.block_size, context)
-    vocabulary = "bytes" if is_small else "GPT-2's tokens"
-    yield Line("model.vocab_size", model.vocab_size, f"{vocabulary}; must be data.name's")
-    yield Line("model.router", model.router, "ties with kern under a balance loss: docs/results.md")
-    yield Line("model.pos", model.pos, "quickstart.toml, of the base")
-    yield Line("model.init_std", model.init_std, "of the base; optim.transfer scales it")
+    return align_reasons(text)
 
 
-def list_run_lines(model: Model, batch: int, micro_batch: int, steps: int) -> Iterator[Line]:
-    """Lines of the other sections."""
-    is_small = model.n_embd <= BYTES_UP_TO
-    yield Line("data.name", "stdlib" if is_small else "fineweb-edu", "name yours")
-    yield Line("train.batch_size", batch, "tokens^0.47: arXiv 2410.21676, through quickstart.toml")
-    yield Line("train.micro_batch_size", micro_batch, "largest up to 32 that fits: docs/scale.md")
-    yield Line(
-        "train.max_steps", steps, "the budget; 20 tokens per parameter or more: arXiv 2203.15556"
-    )
-    if is_small:
-        yield Line("train.dtype", "float32", "for a CPU: quickstart.toml")
-    yield Line("train.balance_loss_coef", 0.01, "docs/results-tables.md, balance.toml")
-    yield Line("optim.lr", 3e-3, "best of three at the base: docs/results-tables.md, rates.toml")
-    yield Line("optim.transfer", "mup", "arXiv 2203.03466, 2505.01618; docs/transfer.md")
-    yield Line("optim.base_width", 128, "config/quickstart.toml")
-    yield Line("optim.base_hidden", 64, "the same")
-    yield Line("optim.base_layers", 2, "the same")
-    warmup = min(steps // 5, MAX_WARMUP)
-    yield Line("optim.warmup_steps", warmup, "a fifth, at most 500: quickstart.toml, 125m.toml")
-    decay = float(f"{min(MAX_DECAY, DECAY_STEPS / steps):.3g}")
-    yield Line("optim.weight_decay", decay, "lr * decay * steps as in 125m.toml: arXiv 2405.13698")
-    interval = max(1, steps // 10)
-    yield Line("eval.interval", interval, "ten evaluations")
-    yield Line("eval.windows", 512 if is_small else 2048, "the studies', the default")
+def align_reasons(text: str) -> str:
+    """Put the comments behind settings in one column."""
+    lines = []
+    for line in text.splitlines():
+        setting, mark, reason = line.partition("  # ")
+        lines.append(f"{setting:26}{mark}{reason}" if mark else line)
+    return "\n".join(lines) + "\n"

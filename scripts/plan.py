@@ -10,7 +10,6 @@ communication.
 
 import argparse
 import sys
-from collections.abc import Iterator
 
 import torch
 
@@ -33,7 +32,7 @@ from runtime.memory import (
 )
 from runtime.optimizers import is_for_muon
 from runtime.step_time import estimate_mfu
-from scripts.dial import add_dial, is_dialled, load_text, write_config
+from scripts.dial import add_dial, is_dialled, read_config, write_config
 
 # Bytes that a checkpoint's archive and index need for each tensor, besides its numbers: 1,823 to
 # 1,825 in 14 checkpoints of tiny models (torch 2.13, one rank, 2026-11-26).
@@ -72,26 +71,21 @@ def checkpoint_bytes(config: Config) -> int:
     model = build_one_block(config.model)
     n_saved = 2 if config.train.ema_decay else 1  # times that weights and buffers are saved
     trained = dict(model.named_parameters())
-    n_byte = 0
-    n_tensor = 2  # the interval's statistics and the counters of updates, few numbers each
+    n_byte = 2 * TENSOR_OVERHEAD  # the interval's statistics and the counters of updates
     for name, tensor in model.state_dict().items():
-        n_equal = 1
-        if name.startswith("blocks."):
-            n_equal = config.model.n_layer
         n_copy = n_saved
+        n_tensor = n_saved
         if name in trained:
-            by_muon = is_for_muon(config.optim, name, tensor.dim())
-            n_copy += 1 if by_muon else 2
-            n_tensor += n_equal  # step counts
-        n_byte += n_equal * n_copy * tensor.nbytes
-        n_tensor += n_equal * n_copy
-    n_table = n_saved * config.model.n_hash_layer
-    n_byte += n_table * config.model.vocab_size * config.model.top_k * torch.int64.itemsize
-    return n_byte + TENSOR_OVERHEAD * (n_tensor + n_table)
+            n_copy += 1 if is_for_muon(config.optim, name, tensor.dim()) else 2
+            n_tensor = n_copy + 1  # and the step count
+        n_equal = config.model.n_layer if name.startswith("blocks.") else 1
+        n_byte += n_equal * (n_copy * tensor.nbytes + n_tensor * TENSOR_OVERHEAD)
+    table = config.model.vocab_size * config.model.top_k * torch.int64.itemsize
+    return n_byte + n_saved * config.model.n_hash_layer * (table + TENSOR_OVERHEAD)
 
 
-def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
-    """Lines on the size, length and cost of a run."""
+def describe_run(config: Config, args: argparse.Namespace) -> str:
+    """The size, length and cost of a run."""
     tokens = count_tokens(config)
     steps = config.train.max_steps
     total, active = count_parameters(config.model)
@@ -99,51 +93,44 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
     mfu = choose_mfu(config, args.gpus, gpu, args.mfu)
     hours = estimate_hours(config, args.gpus, gpu, mfu)
     origin = "estimated" if args.mfu is None else "given"
-    gpus = f"{args.gpus} x {args.gpu} at an MFU of {mfu:.2f} ({origin})"
-    saved = format_bytes(checkpoint_bytes(config))
-    lines = {
-        "parameters": f"{total / 1e6:,.1f} M in all, {active / 1e6:,.1f} M active",
-        "FLOPs per token": f"{flops_per_token(config.model) / 1e9:.3f} G (forward and backward)",
-        "tokens": f"{tokens / 1e9:.2f} B: {steps:,} steps of {tokens // steps:,}",
-        "checkpoint": f"{saved}, {config.train.keep_checkpoints} kept and one being written",
-        "time": f"{hours:,.1f} h on {gpus}, {hours * args.gpus:,.0f} GPU hours",
-    }
-    yield f"{config.run.name}: router {config.model.router}, {config.train.dtype}"
-    for name, text in lines.items():
-        yield f"  {name:16} {text}"
-    yield ""
+    return f"""\
+{config.run.name}: router {config.model.router}, {config.train.dtype}
+  parameters       {total / 1e6:,.1f} M in all, {active / 1e6:,.1f} M active
+  FLOPs per token  {flops_per_token(config.model) / 1e9:.3f} G (forward and backward)
+  tokens           {tokens / 1e9:.2f} B: {steps:,} steps of {tokens // steps:,}; \
+{tokens / active:,.0f} per active parameter
+  checkpoint       {format_bytes(checkpoint_bytes(config))}, {config.train.keep_checkpoints} kept \
+and one being written
+  time             {hours:,.1f} h on {args.gpus} x {args.gpu} at an MFU of {mfu:.2f} ({origin}), \
+{hours * args.gpus:,.0f} GPU hours
+"""
 
 
-def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[str]:
-    """Lines on the memory of one GPU by parallelism, and the options of the first that fits."""
+def describe_memory_plans(config: Config, args: argparse.Namespace) -> str:
+    """The memory of one GPU by parallelism, and the options of the first that fits."""
     plans = plan_memory(config, args.gpus, args.gpus_per_node)
     limit = USABLE * args.memory * 2**30
-    rows = []
-    for part in Memory._fields:
-        sizes = [getattr(memory, part) for memory in plans.values()]
-        if any(sizes):
-            rows.append([part, *(format_bytes(size) for size in sizes)])
-    sums = {options: sum(memory) for options, memory in plans.items()}
-    rows.append(["sum", *(format_bytes(size) for size in sums.values())])
-    fits = ["fits" if size <= limit else "too large" for size in sums.values()]
-    rows.append([f"in {args.memory:g} GiB", *fits])
-    head = [""]
-    important = [""]
-    for (parallel, checkpointing), size in sums.items():
+    columns = {"": [*Memory._fields, "sum", f"in {args.memory:g} GiB"]}
+    fitting = {}  # column: the options
+    for (parallel, checkpointing), memory in plans.items():
         name = f"{parallel}, checkpointing" if checkpointing else parallel
-        head.append(name)
-        if size <= limit:
-            important.append(name)
-    yield (
-        f"memory on each of {args.gpus} GPUs, {config.train.micro_batch_size} sequences at a time:"
-    )
-    yield text_table(head, rows, important=important)
-    for (parallel, checkpointing), size in sums.items():
-        if size <= limit:
+        fits = sum(memory) <= limit
+        sizes = [format_bytes(size) for size in (*memory, sum(memory))]
+        columns[name] = [*sizes, "fits" if fits else "too large"]
+        if fits:
             option = " --train.activation_checkpointing=true" if checkpointing else ""
-            yield f"--train.parallel={parallel}{option}"
-            return
-    yield "none fits: more GPUs, a smaller train.micro_batch_size, or GPUs with more memory"
+            fitting[name] = f"--train.parallel={parallel}{option}"
+    nothing = format_bytes(0)
+    rows = []
+    for row in zip(*columns.values(), strict=True):
+        if set(row[1:]) != {nothing}:
+            rows.append(row)
+    table = text_table([*columns], rows, important=["", *fitting])
+    remedy = "none fits: more GPUs, a smaller train.micro_batch_size, or GPUs with more memory"
+    return (
+        f"memory on each of {args.gpus} GPUs, {config.train.micro_batch_size} sequences at a time:"
+        f"\n{table}\n{next(iter(fitting.values()), remedy)}"
+    )
 
 
 def plan_memory(config: Config, gpus: int, gpus_per_node: int) -> dict[tuple[str, bool], Memory]:
@@ -181,7 +168,7 @@ def load_planned(args: argparse.Namespace, overrides: list[str]) -> Config:
         )
     text = write_config(args, plan_memory)
     print(text)
-    return load_text(text, args.gpus)
+    return read_config(text)
 
 
 @command
@@ -206,8 +193,8 @@ def main(argv: list[str]) -> None:
         if not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected more than 0")
     config = load_planned(args, overrides)
-    for line in [*describe_run(config, args), *describe_memory_plans(config, args)]:
-        print(line)
+    print(describe_run(config, args))
+    print(describe_memory_plans(config, args))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """The dial of scripts.plan: configs for a budget, the ladder of config/ladder, bad input."""
 
-import math
 import re
-import tomllib
 
 import pytest
 from runs import REPO_ROOT
@@ -14,25 +12,25 @@ from scripts import dial, plan
 LADDER = ("2x64", "3x96", "4x128", "6x192", "8x256", "12x768")
 
 
-@pytest.mark.parametrize("budget", [1e15, 1e16, 1e17, 1e18, 1e19, 2e20, 1e21, 1e22])
+@pytest.mark.parametrize("budget", [1e15, 1e17, 2e17, 1e18, 2e20, 1e22])
 def test_config_of_a_budget_spends_it_and_loads(call, tmp_path, budget):
     file = tmp_path / "mine.toml"
     out = call(plan.main, "--budget", budget, "--gpus", 8, "--write", file)
     config = configure.load(file, world_size=8)
-    tokens = config.train.max_steps * config.train.batch_size * config.model.block_size
-    flops = tokens * flops_per_token(config.model)
-    assert flops == pytest.approx(budget, rel=0.02)
-    active = count_parameters(config.model)[1]
-    assert tokens > 19.9 * active
+    model, steps = config.model, config.train.max_steps
+    tokens = steps * config.train.batch_size * model.block_size
+    assert tokens * flops_per_token(model) == pytest.approx(budget, rel=0.02)
+    active = count_parameters(model)[1]
+    assert tokens > 19.9 * active and f": {tokens / active:,.0f} tokens per active" in out
+    assert f"; {tokens / active:,.0f} per active parameter\n" in out
     # rate · decay · steps of the paper's run, where decay is not at its limit
-    decay = 6e-4 * 0.1 * 50_000 / (config.optim.lr * config.train.max_steps)
+    decay = 6e-4 * 0.1 * 50_000 / (config.optim.lr * steps)
     assert config.optim.weight_decay == pytest.approx(min(0.1, decay), rel=0.01)
-    assert config.optim.warmup_steps == min(config.train.max_steps // 5, 500)
-    assert config.train.batch_size % (8 * config.train.micro_batch_size) == 0
-    if config.model.n_embd >= 512:
-        assert config.model.n_embd == 64 * config.model.n_layer or config.model.n_layer == 8
-        assert (config.model.n_embd / config.model.n_head, config.eval.windows) == (64, 2048)
-    assert re.search(r"^--train\.parallel=", out, re.MULTILINE)  # a memory plan fits
+    assert config.optim.warmup_steps == min(steps // 5, 500)
+    if model.n_embd > 256:
+        assert model.n_embd == 64 * model.n_layer or model.n_layer == 8
+        assert (model.n_embd / model.n_head, config.eval.windows) == (64, 2048)
+    assert f"--train.parallel={config.train.parallel}" in out.splitlines()[-1]  # it fits
 
 
 @pytest.mark.parametrize("name", LADDER)
@@ -43,26 +41,18 @@ def test_ladder_is_what_the_dial_writes(call, tmp_path, name):
     active = count_parameters(model)[1]
     call(plan.main, "--active", active, "--gpus", 1, "--write", tmp_path / "again.toml")
     assert (tmp_path / "again.toml").read_text() == committed.read_text()
-    for line in committed.read_text().splitlines():
-        if " = " in line and not line.startswith("#"):
-            assert re.search(r"  # \S", line), line  # its rule
-
-
-def test_last_rung_has_the_size_of_the_paper(call, tmp_path):
-    settings = tomllib.loads((REPO_ROOT / "config/ladder/12x768.toml").read_text())
-    ours = configure.load(REPO_ROOT / "config/ladder/12x768.toml").model
-    paper = configure.load(REPO_ROOT / "config/125m.toml").model
-    for key in ("n_layer", "n_head", "n_embd", "n_expert", "top_k", "expert_hidden"):
-        assert getattr(ours, key) == getattr(paper, key)
-    assert settings["model"]["vocab_size"] == paper.vocab_size
+    if name == "12x768":
+        paper = configure.load(REPO_ROOT / "config/125m.toml").model
+        for key in ("n_layer", "n_head", "n_embd", "n_expert", "top_k", "expert_hidden"):
+            assert getattr(model, key) == getattr(paper, key)
 
 
 def test_more_hours_and_gpus_give_more(call):
     out = call(plan.main, "--hours", 3, "--gpus", 3, "--mfu", 0.2)
     assert re.search(r"^  time +(2\.9|3\.0) h on 3 x H100 at an MFU of 0.20 \(given\)", out, re.M)
     (rows,) = re.findall(r"^batch_size = (\d+)", out, re.M)
-    power = 3 * math.ceil(2 ** round(math.log2(int(rows))) / 3)  # the next multiple of 3
-    assert int(rows) == power
+    power = 2 ** (int(rows).bit_length() - 1)
+    assert int(rows) == -(-power // 3) * 3  # the next multiple of 3
     sizes = []
     for hours, gpus in ((1, 1), (24, 1), (24, 8)):
         out = call(plan.main, "--hours", hours, "--gpus", gpus)
@@ -72,37 +62,16 @@ def test_more_hours_and_gpus_give_more(call):
     assert sizes == sorted(set(sizes))
 
 
-@pytest.mark.parametrize(
-    ("words", "pattern", "layers"),
-    [
-        ("--active 9K", r"--active 9K: the smallest rung has ([\d,]+)\n", "2"),
-        ("--active 900B", r"--active 900B: the largest has ([\d,]+)\n", "64"),
-        ("--budget 1e11", r"which needs (\S+) FLOPs; raise it to that\n", "2"),
-    ],
-)
-def test_the_number_in_an_error_is_the_limit(call, words, pattern, layers):
-    """It gives the smallest or largest shape; a little less, or half as much again, is refused."""
-    option, _ = words.split()
-    (limit,) = re.findall(pattern, call(plan.main, *words.split(), "--gpus=64", code=2))
-    limit = float(limit.replace(",", ""))
-    assert f"\nn_layer = {layers} " in call(plan.main, option, limit, "--gpus=64")
-    beyond = (1.4 * limit, 1.6 * limit) if layers == "64" else (limit, 0.95 * limit)
-    assert f"\nn_layer = {layers} " in call(plan.main, option, beyond[0], "--gpus=64")
-    call(plan.main, option, beyond[1], "--gpus=64", code=2)
-
-
 def test_a_number_of_parameters_chooses_the_nearest_rung_by_ratio(call):
-    sizes = []
-    for name in LADDER[:2]:
-        sizes.append(
-            count_parameters(configure.load(REPO_ROOT / f"config/ladder/{name}.toml").model)[1]
-        )
+    sizes = [count_parameters(dial.make_model(*shape))[1] for shape in dial.SHAPES]
     middle = (sizes[0] * sizes[1]) ** 0.5
-    assert middle < 0.97 * sum(sizes) / 2
-    for number, layers in ((0.99 * middle, 2), (1.01 * middle, 3)):
-        out = call(plan.main, "--active", f"{number / 1e3:.3f}k", "--gpus", 1)
-        assert f"\nn_layer = {layers} " in out
-        assert out == call(plan.main, "--active", f"{number / 1e9:.9f}B", "--gpus", 1)
+    cases = {0.99 * middle: 2, 1.01 * middle: 3, sizes[0]: 2, sizes[-1] * 1.4: 64}
+    for number, layers in cases.items():
+        for text in (f"{number / 1e3:.3f}k", f"{number / 1e9:.9f}B"):
+            assert f"\nn_layer = {layers} " in call(plan.main, "--active", text, "--gpus", layers)
+    for number in (0.99 * sizes[0], 1.6 * sizes[-1]):
+        said = call(plan.main, "--active", number, code=2)
+        assert f"rungs have {sizes[0]:,} to {sizes[-1]:,}" in said
 
 
 def test_a_model_that_is_too_large_names_its_memory_and_more_gpus(call):
@@ -122,7 +91,9 @@ def test_a_model_that_is_too_large_names_its_memory_and_more_gpus(call):
 @pytest.mark.parametrize(
     "words, error",
     [
-        ("--budget 1e11", "1e\\+11: it is below the smallest rung, 2 layers of width 64, which"),
+        ("--budget 1e11", r"1e\+11: it is below the smallest rung, 2 layers of width 64, which"),
+        ("--budget 1e24", "beyond the largest rung, 64 layers of width 4096, which takes up to"),
+        ("--budget 1e19 --gpus 4096", "a step of this budget has 128 sequences .* --gpus 128 or"),
         ("--budget nan", "--budget nan: expected a number above 0"),
         ("--hours -1", "--hours -1: expected a number above 0"),
         ("--active 3x", "--active 3x: expected a number such as 350M"),
@@ -132,5 +103,9 @@ def test_a_model_that_is_too_large_names_its_memory_and_more_gpus(call):
     ],
 )
 def test_bad_input_is_refused(call, monkeypatch, words, error):
+    """A limit that an error names is accepted."""
     monkeypatch.chdir(REPO_ROOT)
-    assert re.search(error, call(plan.main, *words.split(), code=2))
+    said = call(plan.main, *words.split(), code=2)
+    assert re.search(error, said)
+    for limit in re.findall(r"(\S+) FLOPs; (?:raise|lower) it to that", said):
+        call(plan.main, "--budget", limit, "--gpus", 64 if "lower" in said else 8)

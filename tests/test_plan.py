@@ -53,7 +53,7 @@ def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
     assert facts["parameters"] == "6,952.4 M in all, 1,315.3 M active"
     per_token = flops_per_token(configure.load(LARGE).model)
     assert facts["FLOPs per token"] == f"{per_token / 1e9:.3f} G (forward and backward)"
-    assert facts["tokens"] == "6.55 B: 50,000 steps of 131,072"
+    assert facts["tokens"] == "6.55 B: 50,000 steps of 131,072; 5 per active parameter"
     saved = f"{12 * P / 2**30:.1f} GiB, 2 kept and one being written"
     assert facts["checkpoint"] == saved
     assert f"memory on each of {gpus} GPUs, 32 sequences at a time:" in out
