@@ -178,9 +178,8 @@ class RunFolder(Run):
             with describe_write_errors(self.path):
                 file.truncate(0)
                 owner = f"process {os.getpid()} on {os.uname().nodename}\n"
-                os.write(
-                    file.fileno(), owner.encode()
-                )  # a buffer would be written again at the end
+                # a buffer would be written again at the end
+                os.write(file.fileno(), owner.encode())
                 failure = self.path / FAILURE_FILE
                 earlier = failure.read_bytes() if failure.is_file() else b""
                 failure.unlink(missing_ok=True)
@@ -220,12 +219,10 @@ def find_or_rename(config: Config, log: Callable[[str], object] = print_once) ->
     """
     own = RunFolder(path_of(config))
     name = config.run.name
-    others = sorted(own.path.parent.glob("*"))
-    longer = [RunFolder(path) for path in others if path.name.startswith(f"{name}-")]
-    shorter = [RunFolder(path) for path in others if name.startswith(f"{path.name}-")]
-    for run in [own, *longer, *shorter]:
-        if run.holds(config):
-            return replace(config, "run", name=run.path.name)
+    for path in [own.path, *sorted(own.path.parent.glob("*"))]:
+        is_related = path.name.startswith(f"{name}-") or name.startswith(f"{path.name}-")
+        if (path == own.path or is_related) and RunFolder(path).holds(config):
+            return replace(config, "run", name=path.name)
     if own.recorded is None:
         own.find_changes(config)  # refuses checkpoints without a config
         return config

@@ -142,15 +142,15 @@ class Metrics:
                 if rows:
                     self._write_arrays(prefix, rows)
                 rows.clear()
-        length = os.fstat(self.file.fileno()).st_size
-        try:
-            with describe_write_errors(self.path):
-                unwritten = memoryview(self.pending_lines)
+        with describe_write_errors(self.path):
+            length = os.fstat(self.file.fileno()).st_size
+            unwritten = memoryview(self.pending_lines)
+            try:
                 while unwritten:
                     unwritten = unwritten[self.file.write(unwritten) :]
-        except RunError:
-            self.file.truncate(length)  # no half of a line
-            raise
+            except OSError:
+                self.file.truncate(length)  # no half of a line
+                raise
         self.pending_lines = b""
         self.failing = False
 

@@ -34,7 +34,7 @@ TRUNK = [
     FRACTION,
     "run.name=trunk",
     "train.max_steps=16",
-    "train.keep_steps=6,9",
+    "train.keep_steps=6,9,12",  # its decay begins at 12
     "train.checkpoint_interval=4",
 ]
 
@@ -44,7 +44,7 @@ def unchanged_trunk(module_tiny):
     """For tests that leave it as it is."""
     config = module_tiny(*TRUNK, "train.keep_checkpoints=1")
     run(config)
-    assert steps(config) == [6, 9, 16]
+    assert steps(config) == [6, 9, 12, 16]
     return config
 
 
@@ -64,38 +64,35 @@ def branch(tiny, trunk, *overrides):
 
 
 def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, capsys):
-    """Three lengths; the last is killed before its first checkpoint, and after it when the trunk is
-    gone.
+    """Three lengths; the last starts where the trunk's decay does.
+
+    It is killed before its first checkpoint, and after it when the trunk is gone.
     """
     before = content(path_of(trunk))
     lengths = {
-        "trunk-6to8": "max_steps=8",
-        "trunk-9to10": "branch_step=9",
-        "trunk-9to12": "max_steps=12",
+        "trunk-6to8": "train.max_steps=8",
+        "trunk-9to10": "train.branch_step=9 train.max_steps=10",
+        "trunk-12to18": "train.branch_step=12 train.max_steps=18",
     }
-    for name, at in lengths.items():
-        config = branch(
-            tiny, trunk, f"train.{at}", *["train.max_steps=10"] * (at == "branch_step=9")
-        )
+    for name, own in lengths.items():
+        config = branch(tiny, trunk, *own.split())
         assert config.run.name == name
-        for step in (9, 11) if name == "trunk-9to12" else ():
+        for step in (13, 17) if name == "trunk-12to18" else ():
             before_steps(lambda now, step=step: 1 / (now - step))
             with pytest.raises(ZeroDivisionError):
                 run(config)
             before_steps(None)
-            assert steps(config) == [10] * (step == 11)
+            assert steps(config) == [15] * (step == 17)
         assert content(path_of(trunk)) == before
-        if name == "trunk-9to12":
+        if name == "trunk-12to18":
             path_of(trunk).rename(path_of(trunk).with_name("gone"))
         run(config)
-        length = [
-            f"train.max_steps={config.train.max_steps}",
-            f"optim.decay_fraction={config.optim.decay_fraction}",
-        ]
+        length = [f"train.max_steps={config.train.max_steps}"]
+        length.append(f"optim.decay_fraction={config.optim.decay_fraction}")
         alone = tiny(*WSD, *length, f"run.name=alone-{name}")
         run(alone)
         assert end(config) == end(alone)
-    assert f"from step 9 of {path_of(trunk)}\n" in capsys.readouterr().out
+    assert f"from step 12 of {path_of(trunk)}\n" in capsys.readouterr().out
     assert configure.load(path_of(config) / "config.toml") == config
     # of one setting
     assert len(group_runs([Run(path_of(one)) for one in (config, alone)])[0]) == 1
@@ -110,7 +107,7 @@ REFUSED = {
     ),
     "train.max_steps=4": "no checkpoint of step 3, .*6, 9.*--train.keep_steps=3$",
     "train.max_steps=20 train.branch_step=16": (
-        "no checkpoint of step 16, .* up to step 12, .*6, 9\\."
+        "no checkpoint of step 16, .* up to step 12, .*6, 9, 12\\."
     ),
 }
 
@@ -171,11 +168,12 @@ def test_length_of_a_run_may_change_until_either_decay(tiny, last, old, new, all
 
 
 def test_longer_run_equals_one_that_had_its_length_from_the_start(tiny, trunk):
-    shutil.rmtree(checkpoints(trunk) / "step_00000016")
+    for step in (12, 16):
+        shutil.rmtree(checkpoints(trunk) / f"step_{step:08d}")
     # also the last
     longer = [*TRUNK, "train.max_steps=20", "train.keep_steps=11,20", "train.keep_checkpoints=1"]
     alone = tiny(*longer, "run.name=alone")
     for config in (tiny(*longer), alone):
         run(config)
-    assert end(tiny(*longer)) == end(alone) and steps(trunk) == [6, 9, 11, 20]
-    assert RunFolder(path_of(trunk)).recorded.train.keep_steps == "6,9,11,20"
+    assert end(tiny(*longer)) == end(alone) and steps(trunk) == [6, 9, 11, 12, 20]
+    assert RunFolder(path_of(trunk)).recorded.train.keep_steps == "6,9,11,12,20"

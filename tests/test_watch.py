@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -239,6 +240,20 @@ def test_files_that_change_are_read_again(tmp_path):
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("\nseed = 0\n", "\nseed = 7\n"))
     assert [run.seed for run in read_runs([tmp_path]).runs] == [7]
+
+
+def test_the_newest_manifest_is_read_and_a_mixtures_windows_are_weighted(make_run, monkeypatch):
+    values = {"val/loss": 2.5, "val/window_losses": [2.0, 4.0], "val/window_weights": [1.5, 0.5]}
+    folder = make_run("one", [(10, values)])
+    assert Run(folder).evaluations[10]["val/window_losses"].tolist() == [3.0, 2.0]
+    newest = fake_runs.add_checkpoint(folder, 5, data="of step 5")
+    shutil.copytree(newest, newest.with_name("step_00000007"))  # of another step than its name says
+    run = Run(folder)
+    (fault,) = run.faults
+    assert run.metadata == {"data": "of step 5"} and "step_00000007/manifest.json: damaged" in fault
+    monkeypatch.setattr("runtime.runs.steps", lambda folder: [5, 10])  # 10 is removed meanwhile
+    run = Run(folder)
+    assert (run.metadata, run.faults) == ({"data": "of step 5"}, [])
 
 
 def replace_by_fifo(name):
