@@ -12,17 +12,20 @@
 one run a line, each added as it ends.
 """
 
-import random
 import re
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
+from random import SystemRandom
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pydantic import ValidationError
+
 from common.command import build_parser, command, require_packages, run_command
 from common.text import plural, text_table
+from data.bins import describe_faults
 from router import find_spec
 from runtime.signals import EXIT_CODE, Stop
 from track.contest import (
@@ -41,29 +44,11 @@ from track.score import answer
 from track.table import tabulate_questions, write_page
 
 DRAFT_SETTINGS = 24  # of `enter`: 48 runs with the reference's, 50 minutes on two cores
-HOW_TO_ENTER = """To enter the contest: add the arm to track.arms and its name to
-track.questions, commit, `python -m scripts.track run --only NAME`, and send a pull request with
-the record."""
 
 
 @command
 def main(argv: Sequence[str] | None, stop: Stop) -> int:
     """Run one of the commands."""
-    args = make_parser().parse_args(argv)
-    require_packages("scipy")
-    protocol = load_protocol(args.track)
-    if args.command == "run":
-        return run(protocol, args, stop)
-    if args.command == "enter":
-        return enter(protocol, args, stop)
-    if args.command == "verify":
-        return verify(protocol, args, stop)
-    write_page(protocol, args.records)
-    return 0
-
-
-def make_parser() -> ArgumentParser:
-    """The options of the commands."""
     parser = build_parser("scripts.track", __doc__)
     parser.add_argument("--track", default=FILE, metavar="FILE", help="the rules (%(default)s)")
     parser.add_argument("--records", type=Path, default=RECORDS, metavar="FOLDER")
@@ -75,31 +60,28 @@ def make_parser() -> ArgumentParser:
     add("name", metavar="NAME", help="a router, or a new name with --spec")
     add("--spec", metavar="FORMULA", help='such as "tanh, post=l2 over topk, gamma, c=2"')
     add("--balance", choices=["loss", "quantile", "bias", "none"], default="quantile")
-    add("--hash-layers", type=count_from(0), default=0, metavar="N", help="that route by token id")
-    add("--settings", type=count_from(2), default=DRAFT_SETTINGS, metavar="N", help="pairs")
+    add("--hash-layers", type=int, default=0, metavar="N", help="first layers that route by token")
+    add("--settings", type=int, default=DRAFT_SETTINGS, metavar="N", help="pairs (%(default)s)")
     add_training(add, "draft")
     add = commands.add_parser("verify", help="check the record").add_argument
-    add("--rerun", type=count_from(1), default=0, metavar="K", help="train K runs again")
+    add("--rerun", type=int, default=0, metavar="K", help="train K of its runs again")
     add_training(add, "main")
     commands.add_parser("table", help="write the tables of track/README.md")
-    return parser
+    args = parser.parse_args(argv)
+    require_packages("scipy")
+    protocol = load_protocol(args.track)
+    if args.command == "table":
+        write_page(protocol, args.records)
+        return 0
+    if args.parallel < 1 or getattr(args, "rerun", 0) < 0:
+        raise ValueError("--parallel and --rerun: expected a positive number")
+    return {"run": run, "enter": enter, "verify": verify}[args.command](protocol, args, stop)
 
 
 def add_training(add: Any, rung: str) -> None:
     """Add the options of commands that train."""
     add("--rung", default=rung, help="main, or draft: below counting (default: %(default)s)")
-    add("--parallel", type=count_from(1), default=1, metavar="N", help="runs at once")
-
-
-def count_from(low: int) -> Callable[[str], int]:
-    """Make a reader of whole numbers from `low` up."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise ArgumentTypeError(f"{text!r}: expected a whole number of {low} or more")
-        return int(text)
-
-    return read
+    add("--parallel", type=int, default=1, metavar="N", help="runs at once, one thread each")
 
 
 def run(protocol: Protocol, args: Namespace, stop: Stop) -> int:
@@ -117,37 +99,33 @@ def run(protocol: Protocol, args: Namespace, stop: Stop) -> int:
 
 def enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     """Train a router of the user's and the reference in pairs, and print what they say."""
-    if not re.fullmatch(NAME, args.name):
-        raise ValueError(f"{args.name!r}: expected a name of a-z, 0-9 and single dashes")
     router = args.spec or args.name
     try:
         find_spec(router)
+        arm = Arm(router=router, balance=args.balance, hash_layers=args.hash_layers)
+        balance = "loss" if args.balance == "loss" else "quantile"
+        minus = f"softmax-renorm-{balance}"
+        question = Question(minus=[minus], settings=args.settings)
+    except ValidationError as error:
+        raise ValueError(describe_faults(error)) from None
     except ValueError as error:
         raise ValueError(f"no router {router!r}: {error}; --spec takes a formula") from None
-    arm = Arm(router=router, balance=args.balance, hash_layers=args.hash_layers)
-    if protocol.arms.get(args.name, arm) != arm:
-        raise ValueError(f"{args.name} is another arm of {args.track}; take another name")
-    minus = f"softmax-renorm-{args.balance}"
     if minus not in protocol.arms:
-        minus = "softmax-renorm-quantile"
-    own = protocol.model_copy(
-        update={
-            "arms": {**protocol.arms, args.name: arm},
-            "questions": {args.name: Question(minus=[minus], settings=args.settings)},
-        }
-    )
+        raise ValueError(f"{args.track} lacks the arm {minus}; add it to track.arms")
+    if not re.fullmatch(NAME, args.name) or protocol.arms.get(args.name, arm) != arm:
+        raise ValueError(f"{args.name!r}: take another name, of a-z, 0-9 and single dashes")
+    arms = {**protocol.arms, args.name: arm}
+    own = protocol.model_copy(update={"arms": arms, "questions": {args.name: question}})
     runner = Runner(args.track, own, args.rung, Path())
     runner.record = runner.folder.parent / f"{args.rung}-{args.name}.jsonl"
     recorded = read_lines(args.records / f"{args.rung}.jsonl")
     code = runner.train([args.name], recorded + read_lines(runner.record), args.parallel, stop)
-    lines = recorded + read_lines(runner.record)
-    print_tables(own, lines)
-    if code == 0:
-        print(f"{runner.record} has the runs. {HOW_TO_ENTER}")
+    print_answers(own, recorded + read_lines(runner.record))
+    print(f"{runner.record} has the runs; track/README.md says how to enter the contest")
     return code
 
 
-def print_tables(protocol: Protocol, lines: Sequence[Line]) -> None:
+def print_answers(protocol: Protocol, lines: Sequence[Line]) -> None:
     """Print what the questions say so far."""
     answers = [answer(protocol, name, lines) for name in protocol.questions]
     print(text_table(*tabulate_questions(protocol, answers)), flush=True)
@@ -158,24 +136,22 @@ def verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     file = args.records / f"{args.rung}.jsonl"
     lines = read_lines(file)
     for line in lines:
-        if protocol.arms.get(line.arm) != line.options:
-            raise ValueError(f"{file}: {line.arm} is no arm of {args.track} with these options")
-        if line.seed != protocol.first_seed + line.setting:
-            raise ValueError(f"{file}: {line.arm}, setting {line.setting}: seed {line.seed}")
+        seed = protocol.first_seed + line.setting
+        if (protocol.arms.get(line.arm), seed) != (line.options, line.seed):
+            raise ValueError(
+                f"{file}: {line.arm}, setting {line.setting}: {args.track} has "
+                "another arm of this name, or another seed"
+            )
     print(f"{file}: {plural(len(lines), 'run')}, in order")
-    print_tables(protocol, lines)
-    drawn = random.SystemRandom().sample(lines, min(args.rerun, len(lines)))
+    print_answers(protocol, lines)
+    drawn = SystemRandom().sample(lines, min(args.rerun, len(lines)))
     with TemporaryDirectory() as folder:
         runner = Runner(args.track, protocol, args.rung, file)
         runner.folder = Path(folder)
-        by_run = {(line.arm, line.setting): line for line in drawn}
-        for again in runner.train_each(list(by_run), args.parallel, stop):
-            before = by_run[again.arm, again.setting]
-            print(
-                f"{describe(again)}, recorded {before.loss} at {before.made.commit:.12} on "
-                f"{before.made.device} ({before.made.instructions})",
-                flush=True,
-            )
+        recorded = {line.run: line for line in drawn}
+        for again in runner.train_each(list(recorded), args.parallel, stop):
+            before = recorded[again.run]
+            print(f"{describe(again)}, recorded {before.loss} with {before.made}", flush=True)
     return EXIT_CODE if stop.asked else 0
 
 

@@ -10,9 +10,9 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -24,6 +24,8 @@ from data.bins import describe_faults
 FILE = "config/track/edition-3.toml"
 RECORDS = Path(__file__).parent / "records/edition-3"
 COUNTING = "counting.json"  # {rung: loss of the count table}, by track/counting.py
+DIMENSIONS = 5  # of [track.ranges]
+ROOT = 1.1347241384015194  # of x^(DIMENSIONS + 1) = x + 1
 NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
 Name = Annotated[str, Field(pattern=NAME)]
 
@@ -51,7 +53,6 @@ class Question(Section):
 class Rung(Section):
     """A model to train."""
 
-    minutes: float  # of one run on one thread
     overrides: list[str] = []  # what differs from the config file
 
 
@@ -65,18 +66,13 @@ class Protocol(Section):
     pilot_sd: float
     first_seed: int
     bias_rate: float
-    ranges: dict[str, list[float]]
+    ranges: dict[str, list[float]] = Field(min_length=DIMENSIONS, max_length=DIMENSIONS)
     rungs: dict[str, Rung]
     arms: dict[Name, Arm]
     questions: dict[Name, Question]
 
 
-class Pair(NamedTuple):
-    """One setting of a question."""
-
-    setting: int
-    arm: str
-    minus: str
+ArmAt = tuple[str, int]  # an arm and the number of a setting: a run
 
 
 def load_protocol(file: str) -> Protocol:
@@ -93,54 +89,37 @@ def load_protocol(file: str) -> Protocol:
     except ValidationError as error:
         raise ValueError(f"{file}: track.{describe_faults(error)}") from None
     for name in protocol.questions:
-        for pair in list_pairs(protocol, name):
-            for arm in (pair.arm, pair.minus):
-                if arm not in protocol.arms:
-                    raise ValueError(f"{file}: track.questions.{name}: {arm} is not in track.arms")
+        arms = {arm for pair in list_pairs(protocol, name) for arm, _ in pair}
+        if not arms <= protocol.arms.keys():
+            raise ValueError(f"{file}: track.questions.{name} has an arm that track.arms lacks")
     return protocol
 
 
-def load_rung(
-    file: str, protocol: Protocol, rung: str, overrides: Sequence[str] = ()
-) -> configure.Config:
-    """The settings of a run on a rung.
-
-    Raises:
-        ValueError: there is no such rung.
-    """
-    if rung not in protocol.rungs:
-        raise ValueError(f"--rung {rung}: expected {' or '.join(protocol.rungs)}")
-    return configure.load(file, [*protocol.rungs[rung].overrides, *overrides])
-
-
-def list_pairs(protocol: Protocol, name: str) -> list[Pair]:
-    """The pairs of a question, by setting."""
+def list_pairs(protocol: Protocol, name: str) -> list[tuple[ArmAt, ArmAt]]:
+    """The pairs of a question, by setting: the arm, and what its loss is compared with."""
     question = protocol.questions[name]
     arms = question.arms or [name]
     pairs = []
     for setting in range(question.settings):
         arm = arms[setting % len(arms)]
         minus = question.minus[setting % len(question.minus)]
-        pairs.append(Pair(setting, arm, minus))
+        pairs.append(((arm, setting), (minus, setting)))
     return pairs
 
 
 # ---- settings
-def spread(index: int, dimensions: int) -> list[float]:
-    """Point `index` in the unit cube; any first n points are spread evenly.
+def spread(index: int) -> list[float]:
+    """Point `index` in the unit cube of DIMENSIONS; any first n points are spread evenly.
 
     Source: Roberts, The Unreasonable Effectiveness of Quasirandom Sequences, 2018.
     """
-    root = 2.0
-    for _ in range(60):  # the root of x^(dimensions + 1) = x + 1
-        root = (1 + root) ** (1 / (dimensions + 1))
-    return [(0.5 + (index + 1) * root**-power) % 1 for power in range(1, dimensions + 1)]
+    return [(0.5 + (index + 1) * ROOT**-power) % 1 for power in range(1, DIMENSIONS + 1)]
 
 
 def draw_setting(protocol: Protocol, setting: int) -> dict[str, float]:
     """{name in [track.ranges]: value} of a setting, log-uniform, to three digits."""
     values = {}
-    place = spread(setting, len(protocol.ranges))
+    place = spread(setting)
     for (name, (low, high)), share in zip(protocol.ranges.items(), place, strict=True):
         values[name] = float(f"{low * (high / low) ** share:.3g}")
     return values
@@ -177,10 +156,6 @@ class Made(Section):
     instructions: str  # that torch uses on the CPU, such as AVX512
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Norm = Annotated[float, Field(ge=0, le=2**16)]
-
-
 class Line(Section):
     """A run of an arm at a setting."""
 
@@ -189,18 +164,18 @@ class Line(Section):
     setting: int = Field(ge=0)
     seed: int
     # nats per byte; None: it diverged. ln 257 is the loss of equal probabilities
-    loss: Annotated[float, Field(gt=0, lt=math.log(257))] | None
-    load_imbalance: Annotated[float, Field(ge=1)] | None = None  # busiest expert over the mean
-    dead_experts: Annotated[float, Field(ge=0)] | None = None
-    zero_gates: Share | None = None
-    gate_norm: Annotated[list[Norm], Field(min_length=2, max_length=2)] | None = None
+    loss: float | None = Field(gt=0, lt=math.log(257))
+    load_imbalance: float | None = Field(None, ge=1)  # tokens of the busiest expert over the mean
+    dead_experts: float | None = Field(None, ge=0)
+    zero_gates: float | None = Field(None, ge=0, le=1)
+    gate_norm: list[float] | None = Field(None, min_length=2, max_length=2)  # before, after
     made: Made
     date: str
 
     @property
-    def key(self) -> tuple:
-        """What no two lines of a record share."""
-        return self.arm, self.setting, *self.made.model_dump().values()
+    def run(self) -> ArmAt:
+        """What was trained."""
+        return self.arm, self.setting
 
 
 def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -220,25 +195,20 @@ def read_lines(file: Path) -> list[Line]:
     if not file.exists():
         return []
     check_regular(file)
-    lines: dict[tuple, Line] = {}
+    lines: list[Line] = []
     for number, text in enumerate(file.read_text(errors="replace").splitlines(), 1):
+        where = f"{file}, line {number}"
         try:
             fields = json.loads(text, object_pairs_hook=refuse_twice)
             line = Line.model_validate(fields)
         except ValidationError as error:
-            raise ValueError(f"{file}, line {number}: {describe_faults(error)}") from None
+            raise ValueError(f"{where}: {describe_faults(error)}") from None
         except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{file}, line {number}: no run in JSON ({error}); delete the line, and "
-                "`python -m scripts.track run` trains its run again"
-            ) from None
-        if line.key in lines:
-            raise ValueError(
-                f"{file}, line {number}: {line.arm} at setting {line.setting} is "
-                "there twice, made alike; delete one"
-            )
-        lines[line.key] = line
-    return list(lines.values())
+            raise ValueError(f"{where}: not JSON ({error}); delete it, `run` adds it") from None
+        if any(line.run == other.run and line.made == other.made for other in lines):
+            raise ValueError(f"{where}: {line.arm}, setting {line.setting} is there before; delete")
+        lines.append(line)
+    return lines
 
 
 def append_line(file: Path, line: Line) -> None:
@@ -251,39 +221,26 @@ def append_line(file: Path, line: Line) -> None:
         os.fsync(record.fileno())
 
 
-Lookup = dict[tuple[str, int], dict[Made, Line]]
-
-
-def index_lines(lines: Sequence[Line]) -> Lookup:
-    """{(arm, setting): {how it was made: its run}}."""
-    found: Lookup = {}
-    for line in lines:
-        found.setdefault((line.arm, line.setting), {})[line.made] = line
-    return found
-
-
-def find_pair(found: Lookup, pair: Pair) -> tuple[Line, Line] | None:
+def find_pair(lines: Sequence[Line], pair: tuple[ArmAt, ArmAt]) -> tuple[Line, Line] | None:
     """Both runs of a pair, made alike; None if there are none yet."""
-    firsts = found.get((pair.arm, pair.setting), {})
-    seconds = found.get((pair.minus, pair.setting), {})
-    for made, first in firsts.items():
-        if made in seconds:
-            return first, seconds[made]
+    seconds = {line.made: line for line in lines if line.run == pair[1]}
+    for line in lines:
+        if line.run == pair[0] and line.made in seconds:
+            return line, seconds[line.made]
     return None
 
 
 def list_missing(
     protocol: Protocol, questions: Sequence[str], lines: Sequence[Line], made: Made
-) -> Iterator[tuple[str, int]]:
-    """(arm, setting) of runs that the questions' pairs lack on this machine, in order of worth."""
-    found = index_lines(lines)
-    listed = set()
+) -> list[ArmAt]:
+    """The runs that the questions' pairs lack on this machine, in order of worth."""
+    made_here = [line.run for line in lines if line.made == made]
+    missing = []
     for name in questions:
         for pair in list_pairs(protocol, name):
-            if find_pair(found, pair):
+            if find_pair(lines, pair):
                 continue
-            for arm in (pair.minus, pair.arm):
-                run = (arm, pair.setting)
-                if run not in listed and made not in found.get(run, {}):
-                    listed.add(run)
-                    yield run
+            for run in pair:
+                if run not in made_here + missing:
+                    missing.append(run)
+    return missing

@@ -21,7 +21,15 @@ from runtime.distributed import device_name, pick_device
 from runtime.runs import Run
 from runtime.signals import EXIT_CODE, Stop
 from scripts.sweep import Point, train_points
-from track.contest import Line, Made, Protocol, append_line, list_missing, list_overrides, load_rung
+from track.contest import (
+    ArmAt,
+    Line,
+    Made,
+    Protocol,
+    append_line,
+    list_missing,
+    list_overrides,
+)
 
 REPO_ROOT = Path(__file__).parents[1]
 TRAINING_CODE = (":(glob)*.py", "kernels", "runtime", "configure", "data", "common")
@@ -44,11 +52,13 @@ class Runner:
         Raises:
             ValueError: there is no such rung.
         """
+        if rung not in protocol.rungs:
+            raise ValueError(f"--rung {rung}: expected {' or '.join(protocol.rungs)}")
         self.file = file
         self.protocol = protocol
         self.rung = rung
         self.record = record
-        self.config = load_rung(file, protocol, rung)
+        self.config = configure.load(file, protocol.rungs[rung].overrides)
         self.made = Made(
             commit=describe_code(),
             torch=torch.__version__,
@@ -58,8 +68,9 @@ class Runner:
         runs = Path(self.config.run.dir, f"track-{Path(file).stem}")
         self.folder = runs / f"{rung}-{self.made.commit[:8]}"
 
-    def make_point(self, arm: str, setting: int) -> Point:
-        """The run of an arm at a setting."""
+    def make_point(self, run: ArmAt) -> Point:
+        """What train.py runs."""
+        arm, setting = run
         name = f"{arm}-{setting}"
         width = self.config.model.n_embd
         overrides = [
@@ -88,7 +99,7 @@ class Runner:
         Raises:
             ValueError: another process trains in this folder, or the text was changed.
         """
-        missing = list(list_missing(self.protocol, questions, lines, self.made))
+        missing = list_missing(self.protocol, questions, lines, self.made)
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as lock:
             try:
@@ -108,19 +119,17 @@ class Runner:
             return EXIT_CODE
         return int(ended < len(missing))
 
-    def train_each(
-        self, runs: Sequence[tuple[str, int]], parallel: int, stop: Stop
-    ) -> Iterator[Line]:
-        """Train (arm, setting) of each run, and yield those that ended or diverged."""
+    def train_each(self, runs: Sequence[ArmAt], parallel: int, stop: Stop) -> Iterator[Line]:
+        """Train runs, and yield those that ended or diverged."""
         prepare_data(self.config, self.protocol)
         os.environ["OMP_NUM_THREADS"] = "1"  # a run must not depend on how many others run
-        points = [self.make_point(arm, setting) for arm, setting in runs]
+        points = [self.make_point(run) for run in runs]
         run_of = {point.number: run for point, run in zip(points, runs, strict=True)}
         shares: list[list[str]] = [[] for _ in range(parallel)]
         for point, code in train_points(self.file, points, shares, stop):
             if stop.asked and code:  # it saved, or ended before it could
                 continue
-            line = self.read_run(point, *run_of[point.number], code)
+            line = self.read_run(point, run_of[point.number], code)
             if line:
                 shutil.rmtree(point.folder / "checkpoints", ignore_errors=True)
                 yield line
@@ -128,8 +137,9 @@ class Runner:
                 log = point.folder / "train.log"
                 print(f"{point.number} failed with exit code {code}: {log}", file=sys.stderr)
 
-    def read_run(self, point: Point, arm: str, setting: int, code: int) -> Line | None:
+    def read_run(self, point: Point, run: ArmAt, code: int) -> Line | None:
         """The record of a run that ended; None if it failed for another reason than its loss."""
+        arm, setting = run
         fields: dict[str, Any] = {
             "arm": arm,
             "options": self.protocol.arms[arm],
@@ -143,9 +153,9 @@ class Runner:
             log = (point.folder / "train.log").read_text(errors="replace")
             diverged = any(words in log for words in DIVERGED)
             return Line(**fields) if diverged else None
-        evaluations = [line for line in Run(point.folder).metrics if "val/loss" in line]
+        evaluations = Run(point.folder).evaluations
         first = evaluations[0]
-        last = evaluations[-1]
+        last = evaluations[point.config.train.max_steps]
         fields["loss"] = round(last["val/loss"], 7)
         for name in ("load_imbalance", "dead_experts", "zero_gates"):
             if f"val/{name}" in last:  # a dense model has no router
@@ -176,8 +186,8 @@ def describe_code() -> str:
 
 def run_git(*arguments: str) -> str:
     """The output of git in the repository; empty if it fails."""
-    command = ["git", "-C", str(REPO_ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    done = subprocess.run(["git", *arguments], cwd=REPO_ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def prepare_data(config: Config, protocol: Protocol) -> None:
@@ -192,12 +202,10 @@ def prepare_data(config: Config, protocol: Protocol) -> None:
         command = [sys.executable, "-m", "data.prepare", "text", "--tokenizer", "bytes"]
         command += ["--source", source, "--val-source", val_source]
         command += ["--name", folder.name, "--out", str(folder.parent)]
-        code = subprocess.run(command).returncode
-        if code:
-            raise ValueError(f"{folder}: preparing the contest's text ended with {code}")
+        subprocess.run(command)  # it says what fails
     sha256 = identify([read_meta(folder)], [1.0])["data"]
     if sha256 != protocol.data_sha256:
         raise ValueError(
-            f"{folder} has sha256 {sha256:.12}, the contest {protocol.data_sha256:.12}, so the "
-            f"set or its text was changed: git checkout -- track/text; rm -r {folder}"
+            f"{folder} has sha256 {sha256}, not {protocol.data_sha256}: the set or its text was "
+            f"changed; git checkout -- track/text; rm -r {folder}"
         )

@@ -1,4 +1,4 @@
-"""What the pairs of a question say: difference, test, power, and the table."""
+"""What the pairs of a question say: difference, test, and power."""
 
 import math
 from collections.abc import Sequence
@@ -8,10 +8,9 @@ import numpy as np
 from scipy import stats
 
 from report.compare import Difference, equivalence, paired
-from track.contest import Line, Pair, Protocol, find_pair, index_lines, list_pairs
+from track.contest import Line, Protocol, find_pair, list_pairs
 
 EQUIVALENCE_LEVEL = 0.05  # of the two one-sided tests
-SIZES = (0.005, 0.008)  # nats per byte, of which the page prints the power
 
 
 class Answer(NamedTuple):
@@ -19,75 +18,56 @@ class Answer(NamedTuple):
 
     name: str
     planned: int  # pairs
-    pairs: list[tuple[Line, Line]]  # complete ones: arm and minus, both with a loss
-    diverged: list[Pair]  # where one arm or both diverged: left out of the difference
-    one_sided: tuple[int, int]  # settings where the arm, and where minus, has the lower loss
-    difference: Difference | None  # None: fewer than two pairs
+    # {setting: loss of the arm minus the other's}, nats per byte; not finite where one diverged
+    differences: dict[int, float]
 
     @property
-    def losses(self) -> list[float]:
-        """The arm's losses."""
-        return [first.loss for first, _ in self.pairs if first.loss is not None]
+    def finite(self) -> list[float]:
+        """The differences of pairs that did not diverge."""
+        return [value for value in self.differences.values() if math.isfinite(value)]
 
     @property
-    def deviation(self) -> float:
-        """Standard deviation of a pair's difference; NaN for fewer than two pairs."""
-        if len(self.pairs) < 2:
-            return math.nan
-        return float(np.std([subtract(pair) for pair in self.pairs], ddof=1))
+    def diverged(self) -> list[int]:
+        """The settings that are left out of the difference."""
+        return [key for key, value in self.differences.items() if not math.isfinite(value)]
 
-
-def subtract(pair: tuple[Line, Line]) -> float:
-    """The loss of a pair's arm minus the other's."""
-    first, second = pair
-    assert first.loss is not None and second.loss is not None
-    return first.loss - second.loss
+    @property
+    def mean(self) -> Difference | None:
+        """The mean difference with Student's interval over settings; None for fewer than two."""
+        return paired(self.finite) if len(self.finite) > 1 else None
 
 
 def answer(protocol: Protocol, name: str, lines: Sequence[Line]) -> Answer:
     """Compare the arms of a question at the settings where both were trained."""
-    found = index_lines(lines)
-    planned = list_pairs(protocol, name)
-    pairs = []
-    diverged = []
-    lower = higher = 0
-    for pair in planned:
-        runs = find_pair(found, pair)
-        if runs is None:
-            continue
-        ends = [math.inf if run.loss is None else run.loss for run in runs]
-        lower += ends[0] < ends[1]
-        higher += ends[0] > ends[1]
-        if math.inf in ends:
-            diverged.append(pair)
-        else:
-            pairs.append(runs)
-    difference = None
-    if len(pairs) > 1:
-        difference = paired([subtract(pair) for pair in pairs])
-    return Answer(name, len(planned), pairs, diverged, (lower, higher), difference)
+    pairs = list_pairs(protocol, name)
+    differences = {}
+    for pair in pairs:
+        runs = find_pair(lines, pair)
+        if runs:
+            first, second = [math.inf if run.loss is None else run.loss for run in runs]
+            differences[runs[0].setting] = first - second
+    return Answer(name, len(pairs), differences)
 
 
 def judge(protocol: Protocol, answer: Answer) -> str:
     """The verdict of a question's only test, once all its pairs are there.
 
-    With diverged runs a mean says nothing: the sign test over all settings decides, in which a
+    Where runs diverged a mean says nothing: the sign test over all settings decides, in which a
     diverged run is the higher one of its pair.
     """
-    done = len(answer.pairs) + len(answer.diverged)
-    if done < answer.planned:
-        return f"{done} of {answer.planned} pairs"
-    if answer.diverged:
-        lower, higher = answer.one_sided
-        p = stats.binomtest(lower, lower + higher).pvalue if lower + higher else 1.0
-        if p >= protocol.alpha:
-            return "undecided"
-        return "lower (sign test)" if lower > higher else "higher (sign test)"
-    difference = answer.difference
-    assert difference is not None  # a question has two settings or more
-    within = equivalence(difference, protocol.margin) < EQUIVALENCE_LEVEL
-    if difference.p < protocol.alpha:
-        sign = "lower" if difference.mean < 0 else "higher"
+    values = list(answer.differences.values())
+    if len(values) < answer.planned:
+        return "runs are going on"
+    mean = answer.mean
+    if answer.diverged or mean is None:
+        lower = sum(value < 0 for value in values)
+        higher = sum(value > 0 for value in values)  # NaN, both diverged, is neither
+        p = stats.binomtest(lower, max(1, lower + higher)).pvalue
+        sign = "lower" if lower > higher else "higher"
+        return f"{sign}, by a sign test" if p < protocol.alpha else "undecided"
+    within = equivalence(mean, protocol.margin) < EQUIVALENCE_LEVEL
+    if mean.p < protocol.alpha:
+        sign = "lower" if mean.mean < 0 else "higher"
         return f"{sign}, by less than {protocol.margin:g}" if within else sign
     return "equivalent" if within else "undecided"
 
@@ -101,31 +81,23 @@ def power(size: float, deviation: float, pairs: int, alpha: float) -> float:
         pairs: their number.
         alpha: level of the test.
     """
-    critical = stats.t.ppf(1 - alpha / 2, pairs - 1)
+    freedom = pairs - 1
+    limit = stats.t.ppf(1 - alpha / 2, freedom)
     shift = size / deviation * math.sqrt(pairs)
-    return float(
-        stats.nct.sf(critical, pairs - 1, shift) + stats.nct.cdf(-critical, pairs - 1, shift)
-    )
+    return float(stats.nct.sf(limit, freedom, shift) + stats.nct.cdf(-limit, freedom, shift))
 
 
-def find_best(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+def find_best(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, float] | None:
     """The learning rate and the loss of the lowest point of a parabola in the rate's logarithm.
 
-    Args:
-        points: (rate, loss) of runs, whose other settings differ, too.
-
-    Returns:
-        None if there are fewer than six runs, or the parabola has no lowest point in their range.
+    Other settings of the runs differ, too. None if there are fewer than six runs, or the parabola
+    has no lowest point between their rates.
     """
-    if len(points) < 6:
+    if len(rates) < 6:
         return None
-    logs, losses = np.array(points).T
-    logs = np.log(logs)
-    parabola = np.polynomial.Polynomial.fit(logs, losses, 2).convert()
-    bend = parabola.coef[2] if len(parabola.coef) == 3 else 0.0
-    if bend <= 0:
+    parabola = np.polynomial.Polynomial.fit(np.log(rates), losses, 2)
+    slope = parabola.deriv()
+    place = float(slope.roots()[0])
+    if slope.deriv()(place) <= 0 or not math.log(min(rates)) <= place <= math.log(max(rates)):
         return None
-    place = -parabola.coef[1] / (2 * bend)
-    if not logs.min() <= place <= logs.max():
-        return None
-    return float(np.exp(place)), float(parabola(place))
+    return math.exp(place), float(parabola(place))

@@ -2,18 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
+from statistics import fmean, stdev
 
 from common.files import read_json, write_atomic
 from common.text import Table, markdown_table
 from track.contest import COUNTING, Line, Protocol, draw_setting, read_lines
-from track.score import SIZES, Answer, answer, find_best, judge, power
+from track.score import Answer, answer, find_best, judge, power
 
-REPO_ROOT = Path(__file__).parents[1]
-PAGE = REPO_ROOT / "track/README.md"
-BEGIN = "<!-- track: begin -->"
-END = "<!-- track: end -->"
+PAGE = Path(__file__).with_name("README.md")
+MARKS = ("<!-- track: begin -->", "<!-- track: end -->")
 ENOUGH = 6  # pairs, to print their own deviation in place of the pilot's
 
 
@@ -22,105 +19,94 @@ def tabulate_questions(protocol: Protocol, answers: Sequence[Answer]) -> Table:
     head = ["question", "minus", "difference", "p", "verdict", "pairs", "diverged at"]
     rows = []
     for one in answers:
-        if not one.pairs and not one.diverged:
+        if not one.differences:
             continue
-        difference = one.difference
-        done = len(one.pairs) + len(one.diverged)
+        mean = one.mean
         rows.append(
             [
                 one.name,
                 " / ".join(protocol.questions[one.name].minus),
-                str(difference) if difference else "",
-                f"{difference.p:.2g}" if difference else "",
+                str(mean or ""),
+                f"{mean.p:.2g}" if mean else "",
                 f"**{judge(protocol, one)}**",
-                f"{done} of {one.planned}",
-                ", ".join(str(pair.setting) for pair in one.diverged),
+                f"{len(one.differences)} of {one.planned}",
+                ", ".join(map(str, one.diverged)),
             ]
         )
     return head, rows
 
 
-def tabulate_arms(protocol: Protocol, lines: Sequence[Line], counting: float | None) -> Table:
+def tabulate_arms(protocol: Protocol, lines: Sequence[Line], counting: float) -> Table:
     """A row for each arm that has a run, after the count table's."""
-    head = ["arm", "runs", "mean loss", "best loss", "at rate", "load imbalance"]
-    head += ["dead experts", "zero gates", "gate norm", "diverged"]
-    rows = []
-    if counting is not None:
-        rows.append(["counting", "", "", f"{counting:.4f}", *[""] * 6])
-    by_arm: dict[str, list[Line]] = {}
-    for line in lines:
-        by_arm.setdefault(line.arm, []).append(line)
-    for arm, of_arm in by_arm.items():
-        ended = [line for line in of_arm if line.loss is not None]
-        best = find_arm_best(protocol, ended)
-        norms = [line.gate_norm for line in ended if line.gate_norm]
+    head = [
+        "arm",
+        "runs",
+        "mean loss",
+        "best loss",
+        "at rate",
+        "load imbalance",
+        "dead experts",
+        "diverged",
+    ]
+    rows = [["counting", "", "", f"{counting:.4f}", *[""] * 4]]
+    for arm in protocol.arms:
+        runs = [line for line in lines if line.arm == arm]
+        if not runs:
+            continue
+        ended = [line for line in runs if line.loss is not None]
+        losses = [line.loss or 0.0 for line in ended]
+        rates = [draw_setting(protocol, line.setting)["lr"] for line in ended]
+        best = find_best(rates, losses)
         rows.append(
             [
                 arm,
-                str(len(of_arm)),
-                format_mean([line.loss for line in ended], 4),
+                str(len(runs)),
+                format_mean(losses, 4),
                 f"{best[1]:.4f}" if best else "",
                 f"{best[0]:.2g}" if best else "",
                 format_mean([line.load_imbalance for line in ended], 1),
                 format_mean([line.dead_experts for line in ended], 1),
-                format_mean([line.zero_gates for line in ended], 2),
-                " → ".join(f"{norm:.2f}" for norm in np.mean(norms, axis=0)) if norms else "",
-                str(len(of_arm) - len(ended)),
+                str(len(runs) - len(ended)),
             ]
         )
     return head, rows
 
 
-def find_arm_best(protocol: Protocol, ended: Sequence[Line]) -> tuple[float, float] | None:
-    """`find_best` of an arm's runs; rates are those at width 64."""
-    points = []
-    for line in ended:
-        if line.loss is not None:
-            points.append((draw_setting(protocol, line.setting)["lr"], line.loss))
-    return find_best(points)
-
-
 def format_mean(values: Sequence[float | None], digits: int) -> str:
-    """The mean of the values that there are."""
+    """The mean of measures; empty for a model without a router."""
     there = [value for value in values if value is not None]
-    return f"{np.mean(there):.{digits}f}" if there else ""
+    return f"{fmean(there):.{digits}f}" if there else ""
 
 
 def describe_power(protocol: Protocol, one: Answer) -> str:
     """How small a difference a question can find, by its own pairs if there are enough."""
-    own = len(one.pairs) >= ENOUGH
-    deviation = one.deviation if own else protocol.pilot_sd
-    origin = f"of {one.name}'s pairs so far" if own else "expected from edition 2"
-    chances = []
-    for size in SIZES:
-        chance = power(size, deviation, one.planned, protocol.alpha)
-        chances.append(f"a difference of {size:g} in {chance:.0%}")
+    deviation = protocol.pilot_sd
+    origin = "expected from edition 2"
+    if len(one.finite) >= ENOUGH:
+        deviation = stdev(one.finite)
+        origin = f"of {one.name}'s pairs so far"
+    small, large = (power(size, deviation, one.planned, protocol.alpha) for size in (0.005, 0.008))
     return (
-        f"With the standard deviation {origin}, {deviation:.4f}, {one.planned} pairs find "
-        f"{' and '.join(chances)} of contests."
+        f"With the standard deviation {origin}, {deviation:.4f},\n{one.planned} pairs find "
+        f"a difference of 0.005 in {small:.0%} and of 0.008 in {large:.0%} of contests."
     )
 
 
 def write_page(protocol: Protocol, records: Path) -> None:
     """Write the tables between the markers of track/README.md."""
     lines = read_lines(records / "main.jsonl")
+    counting = read_json(records / COUNTING, dict[str, float])["main"]
     answers = [answer(protocol, name, lines) for name in protocol.questions]
-    counting = records / COUNTING
-    loss = read_json(counting, dict[str, float]).get("main") if counting.exists() else None
-    parts = []
+    first = answers[0]
+    parts = [describe_power(protocol, first)]
+    if len(first.differences) < first.planned:
+        done = f"{len(first.differences)} of {first.planned}"
+        parts.append(f"Runs are going on: {done} pairs of {first.name} are there.")
     if lines:
         parts.append(markdown_table(*tabulate_questions(protocol, answers), gap=""))
-    first = answers[0]
-    done = len(first.pairs) + len(first.diverged)
-    if done < first.planned:
-        parts.append(f"Runs are going on: {done} of {first.planned} pairs of {first.name}.")
-    parts.append(describe_power(protocol, first))
-    if lines or loss is not None:
-        parts.append(markdown_table(*tabulate_arms(protocol, lines, loss), gap=""))
+    parts.append(markdown_table(*tabulate_arms(protocol, lines, counting), gap=""))
+    begin, end = MARKS
+    before, _, rest = PAGE.read_text().partition(begin)
+    _, _, after = rest.partition(end)
     text = "\n\n".join(parts)
-    page = PAGE.read_text()
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE} lacks {BEGIN} or {END}; take it from git again")
-    write_atomic(PAGE, f"{before}{BEGIN}\n{text}\n{END}{after}")
+    write_atomic(PAGE, f"{before}{begin}\n{text}\n{end}{after}")

@@ -1,0 +1,527 @@
+"""track/: the rules, pairs, score and count table against scipy, by hand and by simulation."""
+
+import bz2
+import hashlib
+import json
+import math
+import shutil
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import TINY
+from scipy import stats
+
+from data.bins import read_meta
+from data.mixture import identify
+from router import find_spec
+from runtime.signals import EXIT_CODE, Stop
+from scripts.sweep import Point
+from track import counting, runner, table
+from track.__main__ import main
+from track.contest import (
+    FILE,
+    RECORDS,
+    Line,
+    Made,
+    draw_setting,
+    find_pair,
+    list_missing,
+    list_pairs,
+    load_protocol,
+    read_lines,
+)
+from track.runner import Runner
+from track.score import Answer, answer, find_best, judge, power
+
+FOLDER = Path(table.PAGE).parent
+MADE = Made(commit="a" * 40, torch="2", device="CPU", instructions="AVX2")
+PROTOCOL = load_protocol(FILE)
+RULES = """
+[track]
+text = ["absent", "absent"]
+data_sha256 = "{data}"
+alpha = 0.01
+margin = 0.005
+pilot_sd = 0.0089
+first_seed = 300
+bias_rate = 0.001
+
+[track.ranges]
+lr = [1e-3, 2e-3]
+expert_out_lr_ratio = [1.0, 2.0]
+router_lr_ratio = [1.0, 2.0]
+gate_norm = [1.0, 2.0]
+balance_loss_coef = [0.01, 0.02]
+
+[track.rungs.main]
+overrides = ["train.max_steps=3", "eval.interval=3"]
+
+[track.arms]
+softmax-renorm-loss = {{ router = "softmax-renorm", balance = "loss" }}
+kern-loss = {{ router = "kern", balance = "loss" }}
+
+[track.questions]
+kern = {{ arms = ["kern-loss"], minus = ["softmax-renorm-loss"], settings = 2 }}
+"""
+
+
+def make_line(arm="kern-loss", setting=0, loss: float | None = 1.3, made=MADE) -> Line:
+    """A run of the record."""
+    return Line(
+        arm=arm,
+        options=PROTOCOL.arms[arm],
+        setting=setting,
+        seed=PROTOCOL.first_seed + setting,
+        loss=loss,
+        load_imbalance=2.0,
+        dead_experts=1.0,
+        made=made,
+        date="2026-11-29",
+    )
+
+
+@pytest.fixture
+def rules(tmp_path: Path, corpus: Path, monkeypatch) -> str:
+    """The config file of a contest of one question and 3 steps a run."""
+    data = identify([read_meta(corpus / "tiny")], [1.0])["data"]
+    text = TINY.format(runs=(tmp_path / "runs").as_posix(), data=corpus.as_posix())
+    file = tmp_path / "tiny-contest.toml"
+    # the contest names its runs
+    file.write_text(text.replace('name = "tiny"\n', "", 1) + RULES.format(data=data))
+    monkeypatch.setattr(runner, "describe_code", lambda: "b" * 40)
+    return str(file)
+
+
+# ---- rules
+@pytest.mark.parametrize("rung", PROTOCOL.rungs)
+def test_arms_differ_in_router_and_balancing_alone(rung):
+    """At a setting all arms have the same seed, rates, gate norm, model and length."""
+    trainer = Runner(FILE, PROTOCOL, rung, Path())
+    for setting in (0, 1, 23):
+        shared = set()
+        for arm in PROTOCOL.arms:
+            config = trainer.make_point((arm, setting)).config
+            free = {"router": "", "n_hash_layer": 0}
+            model = config.model.model_copy(update=free)
+            shared.add(repr((model, config.optim, config.data, config.run.seed, config.eval)))
+        assert len(shared) == 1
+        drawn = draw_setting(PROTOCOL, setting)
+        width = config.model.n_embd
+        assert config.optim.lr == pytest.approx(drawn["lr"] * 64 / width, rel=1e-3)
+        assert config.model.top_k * config.model.expert_hidden == 4 * width
+        assert config.optim.warmup_steps == config.train.max_steps / 5
+        assert config.train.max_steps == config.eval.interval
+    balanced = {}
+    for arm in ("kern-loss", "kern-quantile", "sigmoid-bias", "dense"):
+        train = trainer.make_point((arm, 0)).config.train
+        balanced[arm] = (train.balance_loss_coef, train.bias_update, train.bias_update_rate)
+    coefficient = draw_setting(PROTOCOL, 0)["balance_loss_coef"]
+    assert balanced == {
+        "kern-loss": (coefficient, "sign", 0),
+        "kern-quantile": (0, "quantile", 0),
+        "sigmoid-bias": (0, "sign", PROTOCOL.bias_rate),
+        "dense": (0, "sign", 0),
+    }
+
+
+def test_any_first_settings_cover_the_ranges():
+    for name, (low, high) in PROTOCOL.ranges.items():
+        shares = []
+        for setting in range(24):
+            value = draw_setting(PROTOCOL, setting)[name]
+            assert low <= value <= high
+            shares.append(math.log(value / low) / math.log(high / low))
+        for first in (shares[:8], shares[::2], shares[1::2], shares):
+            assert stats.kstest(first, "uniform").statistic < 1 / len(first) ** 0.5, name
+
+
+def test_questions_are_trained_in_pairs_by_setting():
+    pairs = list_pairs(PROTOCOL, "kern")
+    assert len(pairs) == 24
+    assert pairs[6] == (("kern-loss", 6), ("softmax-renorm-loss", 6))
+    assert pairs[7] == (("kern-quantile", 7), ("softmax-renorm-quantile", 7))
+    missing = list_missing(PROTOCOL, list(PROTOCOL.questions), [], MADE)
+    assert len(missing) == len(set(missing)) == 188
+    for half in range(2, 49, 2):  # of the first 48 runs: pairs are complete
+        counts = Counter(setting for _, setting in missing[:half])
+        assert set(counts.values()) == {2} and sorted(counts) == list(range(half // 2))
+    for name, question in PROTOCOL.questions.items():
+        assert question.settings >= 8
+        for arm, _ in list_pairs(PROTOCOL, name)[0]:
+            find_spec(PROTOCOL.arms[arm].router)
+
+
+def test_pairs_are_made_alike():
+    """A lost machine's half pair is made whole on another; a whole pair is not made again."""
+    other = MADE.model_copy(update={"instructions": "AVX512"})
+    (pair, *_) = list_pairs(PROTOCOL, "kern")
+    half = [make_line(made=other), make_line("softmax-renorm-loss")]
+    assert find_pair(half, pair) is None
+    assert list_missing(PROTOCOL, ["kern"], half, MADE)[0] == ("kern-loss", 0)
+    assert list_missing(PROTOCOL, ["kern"], half, other)[0] == ("softmax-renorm-loss", 0)
+    third = MADE.model_copy(update={"torch": "3"})
+    assert set(pair) < set(list_missing(PROTOCOL, ["kern"], half, third))
+    whole = [*half, make_line("softmax-renorm-loss", made=other, loss=1.5)]
+    assert find_pair(whole, pair) == (whole[0], whole[2])
+    assert not set(pair) & set(list_missing(PROTOCOL, ["kern"], whole, third))
+
+
+def test_the_text_is_what_its_sources_say():
+    rows = (FOLDER / "text/SOURCES.tsv").read_text().splitlines()
+    names = rows[0].split("\t")
+    assert len(rows) == 27
+    for row in rows[1::6]:  # the digest of the set covers all, where it is prepared
+        book = dict(zip(names, row.split("\t"), strict=True))
+        text = bz2.decompress((FOLDER / "text" / book["file"]).read_bytes())
+        assert hashlib.sha256(text).hexdigest() == book["sha256"]
+
+
+# ---- score
+def test_an_answer_is_a_paired_t_test():
+    rng = np.random.default_rng(0)
+    kern, reference = rng.normal(1.3, 0.01, (2, 24)).round(6)
+    lines = []
+    for setting in range(24):
+        for (arm, _), loss in zip(
+            list_pairs(PROTOCOL, "kern")[setting], (kern, reference), strict=True
+        ):
+            lines.append(make_line(arm, setting, float(loss[setting])))
+    rng.shuffle(lines)
+    mean = answer(PROTOCOL, "kern", lines).mean
+    expected = stats.ttest_rel(kern, reference)
+    low, high = expected.confidence_interval()
+    assert mean == pytest.approx(((kern - reference).mean(), low, high, expected.pvalue, 24))
+
+
+NEARLY = {setting: 0.0001 * (-1) ** setting for setting in range(24)}
+SMALL = {setting: -0.003 + 0.0001 * (-1) ** setting for setting in range(24)}
+WIDE = {setting: 0.02 * (-1) ** setting for setting in range(24)}
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ({0: -1.0, 1: -1.1}, "runs are going on"),
+        ({s: -0.01 + value for s, value in SMALL.items()}, "lower"),
+        ({s: 0.01 + value for s, value in NEARLY.items()}, "higher"),
+        (SMALL, "lower, by less than 0.005"),
+        (NEARLY, "equivalent"),
+        (WIDE, "undecided"),
+        # 18 of 24 lower: p 0.023 by the sign test, though the mean of the others is decided
+        ({**SMALL, **dict.fromkeys(range(6), math.inf)}, "undecided"),
+        ({**SMALL, **dict.fromkeys(range(4), math.inf)}, "lower, by a sign test"),  # p 0.0015
+        ({**SMALL, **dict.fromkeys(range(20), math.inf)}, "higher, by a sign test"),
+        ({**SMALL, **dict.fromkeys(range(20), math.nan)}, "undecided"),  # both diverged
+    ],
+)
+def test_verdicts(differences, verdict):
+    assert judge(PROTOCOL, Answer("kern", 24, differences)) == verdict
+
+
+def test_diverged_runs_are_named_and_left_out():
+    lines = []
+    for setting, (kern, reference) in enumerate([(1.2, 1.3), (1.2, None), (None, 1.3), (1.1, 1.3)]):
+        arm, minus = list_pairs(PROTOCOL, "kern")[setting]
+        lines += [make_line(arm[0], setting, kern), make_line(minus[0], setting, reference)]
+    one = answer(PROTOCOL, "kern", lines)
+    assert one.diverged == [1, 2] and one.mean.mean == pytest.approx(-0.15)
+    head, (row,) = table.tabulate_questions(PROTOCOL, [one])
+    assert row[head.index("diverged at")] == "1, 2" and row[head.index("pairs")] == "4 of 24"
+    head, rows = table.tabulate_arms(PROTOCOL, lines, 1.3332)
+    assert rows[0][:4] == ["counting", "", "", "1.3332"]
+    by_arm = {row[0]: row for row in rows}
+    assert by_arm["kern-loss"][1:3] == ["2", "1.2000"] and by_arm["kern-loss"][-1] == "1"
+
+
+def test_coverage_false_verdicts_and_power():
+    """Edition 2's variances: router x setting 0.0048, seeds 0.0069 with a correlation of 0.65."""
+    rng = np.random.default_rng(1)
+    n = 4000
+    truth = 0.0078
+    interaction = rng.normal(0, 0.0048, (n, 24, 2))
+    common = rng.normal(0, 0.0069 * math.sqrt(0.65), (n, 24, 1))
+    own = rng.normal(0, 0.0069 * math.sqrt(0.35), (n, 24, 2))
+    losses = interaction + common + own  # equal routers
+    equal = losses[..., 0] - losses[..., 1]
+    assert equal.std() == pytest.approx(PROTOCOL.pilot_sd, rel=0.01)
+    covered = found = false = equivalent = 0
+    for differences in equal:
+        one = Answer("kern", 24, dict(enumerate(differences)))
+        covered += one.mean.low <= 0 <= one.mean.high
+        verdict = judge(PROTOCOL, one)
+        false += verdict.startswith(("lower", "higher"))
+        shifted = Answer("kern", 24, dict(enumerate(differences - truth)))
+        found += judge(PROTOCOL, shifted).startswith("lower")
+        edge = Answer("kern", 24, dict(enumerate(differences - PROTOCOL.margin)))
+        equivalent += judge(PROTOCOL, edge) in ("equivalent", "lower, by less than 0.005")
+    assert 0.93 < covered / n < 0.97
+    assert false / n < 0.015 and equivalent / n < 0.06
+    assert found / n == pytest.approx(power(truth, PROTOCOL.pilot_sd, 24, 0.01), abs=0.02)
+    assert power(truth, PROTOCOL.pilot_sd, 24, 0.01) == pytest.approx(0.93, abs=0.015)
+
+
+def test_the_best_rate_is_the_lowest_point_of_a_parabola():
+    rates = np.geomspace(3e-3, 1.2e-2, 8)
+    losses = 1.3 + 0.02 * np.log(rates / 5e-3) ** 2
+    assert find_best(rates, losses) == pytest.approx((5e-3, 1.3))
+    assert find_best(rates, 2.6 - losses) is None  # a highest point
+    assert find_best(rates, 1.3 + 0.02 * np.log(rates / 2e-3) ** 2) is None  # beyond the rates
+    assert find_best(rates[:5], losses[:5]) is None
+
+
+# ---- counting
+def kneser_ney(train, history, vocab_size, is_longest=True):
+    """Modified Kneser-Ney from its definition: {next token: probability} after a history."""
+    n = len(history) + 1
+    grams = Counter()
+    for text in train:
+        for start in range(len(text) - n + 1):
+            grams[tuple(text[start : start + n])] += 1
+    if not is_longest:  # kinds of tokens before
+        before = {
+            tuple(text[start : start + n + 1]) for text in train for start in range(len(text) - n)
+        }
+        grams = Counter(gram[1:] for gram in before)
+    n1, n2, n3, n4 = (max(1, list(grams.values()).count(count)) for count in (1, 2, 3, 4))
+    y = n1 / (n1 + 2 * n2)
+    discounts = {1: 1 - 2 * y * n2 / n1, 2: 2 - 3 * y * n3 / n2, 3: 3 - 4 * y * n4 / n3}
+    discounts = {0: 0.0} | {count: max(0.0, value) for count, value in discounts.items()}
+    if n == 1:
+        lower = dict.fromkeys(range(vocab_size), 1 / vocab_size)
+    else:
+        lower = kneser_ney(train, history[1:], vocab_size, is_longest=False)
+    counts = {token: grams[(*history, token)] for token in range(vocab_size)}
+    total = sum(counts.values())
+    if not total:
+        return lower
+    freed = sum(discounts[min(3, count)] for count in counts.values())
+    return {
+        token: (count - discounts[min(3, count)] + freed * lower[token]) / total
+        for token, count in counts.items()
+    }
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_counting_by_hand(context):
+    """Every probability, also after histories never seen and at a window's start."""
+    rng = np.random.default_rng(2)
+    vocab_size = 4
+    train = rng.choice(vocab_size, (12, 9), p=[0.5, 0.3, 0.15, 0.05])
+    starts = rng.choice(vocab_size, (20, 5))
+    for length in (1, 2, 4):
+        for start in starts:
+            history = tuple(start[:length].tolist())
+            val = np.array([[*history, token] for token in range(vocab_size)])
+            last = counting.predict(train, val, vocab_size, context)[:, -1]
+            assert last.sum() == pytest.approx(1)
+            kept = history[-context:]
+            expected = kneser_ney(train.tolist(), kept, vocab_size, len(kept) == context)
+            assert dict(enumerate(last)) == pytest.approx(expected)
+
+
+# ---- the record
+RECORD = json.loads(make_line().model_dump_json())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "line 2: not JSON"),
+        ('{"arm": "a", "arm": "b"}', "a key is there twice"),
+        ("NaN", "line 2"),
+        (json.dumps({**RECORD, "loss": -7.4}), "loss: Input should be greater than 0"),
+        (json.dumps({**RECORD, "loss": 5.55}), "loss: Input should be less than 5.549"),
+        (json.dumps({**RECORD, "loss": "1.3"}), "loss: Input should be a valid number"),
+        (json.dumps({**RECORD, "zero_gates": 7.5}), "zero_gates"),
+        (json.dumps({**RECORD, "load_imbalance": 0.0}), "load_imbalance"),
+        (json.dumps({**RECORD, "setting": -1}), "setting"),
+        (json.dumps({**RECORD, "arm": "n-gram."}), "arm"),
+        (json.dumps({**RECORD, "made": {**RECORD["made"], "commit": "HEAD"}}), "made.commit"),
+        (json.dumps({"format": 2, "edition": 2, "name": "kern"}), "line 2: arm: Field required"),
+        (json.dumps(RECORD), "kern-loss, setting 0 is there before"),
+    ],
+)
+def test_damaged_records(text, words, tmp_path, capsys):
+    file = tmp_path / "main.jsonl"
+    file.write_text(f"{json.dumps(RECORD)}\n{text}\n")
+    assert main(["--records", str(tmp_path), "verify"], Stop()) == 2
+    message = capsys.readouterr().err
+    assert words in message and "main.jsonl, line 2" in message
+
+
+def test_arms_that_the_rules_lack(tmp_path, capsys):
+    for change in (
+        {"arm": "mine"},
+        {"options": {**RECORD["options"], "hash_layers": 1}},
+        {"seed": 1},
+    ):
+        (tmp_path / "main.jsonl").write_text(json.dumps({**RECORD, **change}) + "\n")
+        assert main(["--records", str(tmp_path), "verify"], Stop()) == 2
+        assert "another arm of this name, or another seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("run --only tanh", "--only tanh: expected some of kern"),
+        ("run --rung small", "--rung small: expected main"),
+        ("run --parallel 0", "--parallel and --rerun: expected a positive number"),
+        ("verify --rerun -1", "--parallel and --rerun: expected a positive number"),
+        ("enter nope --rung main", "no router 'nope'"),
+        ("enter mine --spec tanh,foo --rung main", "no router 'tanh,foo'"),
+        ("enter Mine --spec tanh --balance loss --rung main", "'Mine': take another name"),
+        (
+            "enter kern-loss --spec tanh --balance loss --rung main",
+            "'kern-loss': take another name",
+        ),
+        ("enter tanh --settings 1 --rung main", "settings: Input should be greater"),
+        ("enter tanh --hash-layers -1 --rung main", "hash_layers: Input should be greater"),
+        ("enter tanh --rung main", "lacks the arm softmax-renorm-quantile"),
+        ("enter tanh --balance loss", "--rung draft: expected main"),
+    ],
+)
+def test_bad_arguments(arguments, words, rules, tmp_path, capsys):
+    records = ["--track", rules, "--records", str(tmp_path)]
+    assert main([*records, *arguments.split()], Stop()) == 2
+    message = capsys.readouterr().err
+    assert words in message and message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[track]\n", "[track]\nunknown = 1\n", "unknown: Extra inputs"),
+        ('balance = "loss" }\n\n', 'balance = "luck" }\n\n', "track.arms.kern-loss.balance"),
+        ('["kern-loss"]', '["kern-los"]', "questions.kern has an arm that track.arms lacks"),
+        ("settings = 2", "settings = 1", "questions.kern.settings"),
+        ("alpha = 0.01\n", "", "alpha: Field required"),
+        ("[track]\n", "[track\n", "TOML"),
+    ],
+)
+def test_bad_rules(old, new, words, rules, capsys):
+    text = Path(rules).read_text()
+    assert old in text
+    Path(rules).write_text(text.replace(old, new, 1))
+    assert main(["--track", rules, "verify"], Stop()) == 2
+    assert words in capsys.readouterr().err
+
+
+# ---- training
+def end_run(point: Point, loss: float | None) -> tuple[Point, int]:
+    """Write what train.py leaves of a run."""
+    point.folder.mkdir(parents=True, exist_ok=True)
+    log = point.folder / "train.log"
+    if loss is None:
+        log.write_text("error: val loss nan at step 3, the run has diverged")
+        return point, 1
+    lines = []
+    for step, value, norm in ((0, 5.5, 1.0), (3, loss, 2.0)):
+        measures = {"val/loss": value, "val/load_imbalance": 2.5, "val/gate_norm": norm}
+        lines.append(json.dumps({"step": step, "tokens": step, **measures}))
+    (point.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return point, 0
+
+
+def test_runs_are_recorded_as_they_end(rules, tmp_path, monkeypatch, capsys):
+    """A failure, then a stop, then the rest: no run is lost or trained twice; a run that diverged
+    has a line, too.
+    """
+    trained = []
+    stop = Stop()
+
+    def train_points(file, points, shares, stop):
+        assert len(shares) == 2
+        for point in points:
+            trained.append(point.number)
+            if len(trained) == 1:
+                point.folder.mkdir(parents=True)
+                (point.folder / "train.log").write_text("no space left on device")
+                yield point, 1
+            elif len(trained) == 3:
+                stop.asked = True
+                yield point, EXIT_CODE
+                return
+            else:
+                yield end_run(point, None if point.number == "kern-loss-1" else 1.5)
+
+    monkeypatch.setattr(runner, "train_points", train_points)
+    command = ["--track", rules, "--records", str(tmp_path / "records"), "run", "--parallel", "2"]
+    assert main(command, stop) == EXIT_CODE
+    output = capsys.readouterr()
+    assert "kern-loss-0 failed with exit code 1" in output.err and "resumes" in output.out
+    assert main(command, Stop()) == 0
+    first = ["kern-loss-0", "softmax-renorm-loss-0", "kern-loss-1"]
+    assert trained == [*first, "kern-loss-0", "kern-loss-1", "softmax-renorm-loss-1"]
+    lines = read_lines(tmp_path / "records/main.jsonl")
+    assert {line.run: line.loss for line in lines} == {
+        ("softmax-renorm-loss", 0): 1.5,
+        ("kern-loss", 0): 1.5,
+        ("kern-loss", 1): None,
+        ("softmax-renorm-loss", 1): 1.5,
+    }
+    assert lines[0].gate_norm == [1.0, 2.0] and lines[0].load_imbalance == 2.5
+    assert lines[0].made.commit == "b" * 40 and lines[0].seed == 300
+    assert main(command, Stop()) == 0 and len(trained) == 6
+    monkeypatch.setattr(runner, "describe_code", lambda: "b" * 40 + "+changes")
+    capsys.readouterr()
+    assert main(command, Stop()) == 2
+    assert "not committed" in capsys.readouterr().err
+
+
+@pytest.mark.integration
+def test_a_contest_from_end_to_end(rules, tmp_path, capsys, monkeypatch):
+    """Train four runs, verify them, train two again to the same bits, enter a formula."""
+    records = ["--track", rules, "--records", str(tmp_path / "records")]
+    assert main([*records, "run", "--parallel", "2"], Stop()) == 0
+    assert main([*records, "verify", "--rerun", "2", "--parallel", "2"], Stop()) == 0
+    output = capsys.readouterr().out
+    lines = read_lines(tmp_path / "records/main.jsonl")
+    assert len(lines) == 4 and not list((tmp_path / "runs").rglob("checkpoints"))
+    again = [line for line in output.splitlines() if ", recorded " in line]
+    assert len(again) == 2
+    for line in again:
+        assert line.split(": ")[1].split(",")[0] == line.split("recorded ")[1].split(" ")[0]
+    mine = ["enter", "mine", "--spec", "tanh, post=l2 over topk", "--balance", "loss"]
+    assert main([*records, *mine, "--settings", "2", "--rung", "main"], Stop()) == 0
+    assert "2 of 2" in capsys.readouterr().out
+    (file,) = (tmp_path / "runs").rglob("main-mine.jsonl")
+    assert [line.arm for line in read_lines(file)] == ["mine", "mine"]  # the reference is there
+
+
+# ---- pages and closed editions
+def test_the_page_has_the_records_tables(tmp_path, monkeypatch):
+    page = tmp_path / "README.md"
+    shutil.copy(table.PAGE, page)
+    monkeypatch.setattr(table, "PAGE", page)
+    assert main(["table"], Stop()) == 0
+    assert page.read_text() == (FOLDER / "README.md").read_text()
+    lines = [make_line(arm, setting) for arm, setting in product(("kern-loss",), range(7))]
+    (tmp_path / "main.jsonl").write_text("".join(line.model_dump_json() + "\n" for line in lines))
+    shutil.copy(RECORDS / "counting.json", tmp_path)
+    assert main(["--records", str(tmp_path), "table"], Stop()) == 0
+    assert "|kern-loss|7|1.3000|" in page.read_text()
+
+
+def test_closed_editions():
+    """Edition 1's files are as they were; edition 2's losses are the means of its judged runs."""
+    first = FOLDER / "records/edition-1"
+    for row in (first / "SHA256SUMS").read_text().splitlines():
+        digest, name = row.split()
+        assert hashlib.sha256((first / name).read_bytes()).hexdigest() == digest
+    second = FOLDER / "records/edition-2"
+    rows = (second / "README.md").read_text().splitlines()
+    names = {file.stem for file in second.glob("*.json")}
+    for row in rows:
+        name, *losses = row.strip("|").split("|")[:3]
+        if name in names:
+            names.remove(name)
+            runs = json.loads((second / f"{name}.json").read_text())["runs"]
+            for rung, loss in enumerate(losses):
+                judged = [
+                    run["loss"] for run in runs if run["round"] == "judge" and run["rung"] == rung
+                ]
+                assert f"{np.mean(judged):.4f}" == loss
+    assert not names
