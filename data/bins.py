@@ -81,14 +81,13 @@ class Meta:
     prepare: str  # the command line that made it
 
     def __post_init__(self) -> None:
-        if set(self.splits) != {"train", "val"}:
-            names = ", ".join(self.splits) or "none"
-            raise ValueError(f"splits {names}, expected train, val")
+        if list(self.splits) != ["train", "val"]:
+            raise ValueError(f"splits {', '.join(self.splits) or 'none'}, expected train, val")
         for name, split in self.splits.items():
-            for i, shard in enumerate(split.files):  # another name could lead out of the folder
-                expected = f"{name}-{i:05d}.bin"
-                if shard.name != expected:
-                    raise ValueError(f"{name} file {i} is {shard.name!r}, expected {expected!r}")
+            names = [shard.name for shard in split.files]
+            expected = [f"{name}-{i:05d}.bin" for i in range(len(names))]
+            if names != expected:  # another name could lead out of the folder
+                raise ValueError(f"{name} has files {names}, expected {expected}")
             total = sum(shard.tokens for shard in split.files)
             if split.tokens != total:
                 raise ValueError(f"{name} has {split.tokens} tokens, its files {total}")
@@ -399,12 +398,10 @@ def partial_folder(folder: Path) -> Path:
 
 def _guess_command(folder: Path) -> str:
     """The command that makes the set in `folder`, guessed from its name."""
-    corpus = folder.name if folder.name in SOURCES else "text"
-    command = ["python", "-m", "data.prepare", corpus]
-    if SOURCES[corpus].local and not SOURCES[corpus].hub:
-        command += ["--source", "FILES"]
-    if corpus != folder.name:
-        command += ["--name", folder.name]
+    corpus = folder.name
+    if corpus not in SOURCES:
+        corpus = f"text --source FILES --name {shlex.quote(folder.name)}"
+    command = f"python -m data.prepare {corpus}"
     if folder.parent.resolve() != DATA_DIR.resolve():
-        command += ["--out", str(folder.parent)]
-    return shlex.join(command)
+        command += f" --out {shlex.quote(str(folder.parent))}"
+    return command

@@ -21,7 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,9 @@ WORKER_BYTES = 2**25  # input per worker; less is not worth its start (not measu
 SAVE_BYTES = 2**26  # input between two records of progress (not measured)
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # what a set may be called
 # on which the tokens depend, for meta.json
-ARGUMENTS = ("corpus", "config", "text_field", "separator", "tokenizer", "val_fraction")
-HASHES = {
-    "inputs": "the input files differ",
-    "val_inputs": "the files of --val-source differ",
-    "tokenizer_files": "the files of --tokenizer differ",
-}
+ARGUMENTS = ("corpus", "config", "text_field", "tokenizer", "val_fraction")
 REMOVED = {  # options of earlier versions, and what to do without them
+    "--separator": "write each document into a line of a .jsonl",
     "--roots": "name Python sources as own text: text --source FOLDER --name NAME",
     "--shard-tokens": "leave it out; a file has 100 M tokens",
 }
@@ -102,8 +98,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--config", help="variant of a corpus (see --list; default: the first)")
     add(
         "--revision",
-        help="commit, branch or tag of the hub's data set (default: the newest, or the one that an "
-        "unfinished set started with)",
+        help="commit, branch or tag of the hub's data set (default: the newest)",
     )
     paths: dict[str, Any] = {"nargs": "+", "default": [], "type": Path, "metavar": "PATH"}
     add("--source", **paths, help="read local files and folders instead of the hub")
@@ -126,11 +121,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="share of the documents for validation (default: see --list)",
     )
     add("--workers", type=int, default=count_cores(), help="processes (default: one per core)")
-    add(
-        "--separator",
-        help=f"text between documents in text files, such as '{END_OF_TEXT}' (default: a file is "
-        "one document)",
-    )
     flags = {
         "--list": "print the corpora with sources, sizes and licences",
         "--skip-bad": "leave out documents that cannot be read, and count them",
@@ -147,7 +137,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     source = SOURCES[args.corpus]
     if source.hub and not args.source:
         args.config = args.config or next(iter(source.hub))
-    args.name = args.name or choose_name(args.corpus, args.source)
+    if args.corpus == "text" and len(args.source) == 1:  # its file or folder, to the first dot
+        args.name = args.name or args.source[0].resolve().name.partition(".")[0]
+    args.name = args.name or args.corpus
     args.tokenizer = args.tokenizer or source.tokenizer
     if args.val_fraction is None:
         args.val_fraction = 0.0 if args.val_source else source.val_fraction
@@ -156,18 +148,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     check_source(args)
     check_output(args)
     return args
-
-
-def choose_name(corpus: str, sources: list[Path]) -> str:
-    """The default name of a set: the corpus, or for own text its only file or folder.
-
-    The file's name is used up to its first dot, if a set may be called that.
-    """
-    if corpus == "text" and len(sources) == 1:
-        name = sources[0].resolve().name.partition(".")[0]
-        if re.fullmatch(NAME, name) and name not in SOURCES:
-            return name
-    return corpus
 
 
 def check_source(args: argparse.Namespace) -> None:
@@ -230,9 +210,8 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     encoder = Encoder(tokenizer, args.val_fraction, args.text_field, args.skip_bad)
     split = "documents"
     if is_remote(args):
-        revision = args.revision or find_revision(partial, provenance)
         hub = SOURCES[args.corpus].hub[args.config]
-        provenance["revision"], inputs = hub_inputs(hub, revision)
+        provenance["revision"], inputs = hub_inputs(hub, args.revision)
     elif not args.val_source:
         split = choose_split(inputs, encoder)
         inputs = [file._replace(split=split) for file in inputs]
@@ -272,8 +251,7 @@ def list_files(args: argparse.Namespace) -> tuple[list[Input], list[str]]:
         if os.path.realpath(file.url) in train_paths:
             raise DataError(f"{file.url} is in --source and in --val-source: take it out of one")
         inputs.append(file._replace(split="val"))
-    separator = args.separator or ""
-    return [file._replace(separator=separator) for file in inputs], notes + val_notes
+    return inputs, notes + val_notes
 
 
 def is_remote(args: argparse.Namespace) -> bool:
@@ -320,18 +298,6 @@ class Progress:
     example: str = ""  # the first text that does not come back
 
 
-def find_revision(partial: Path, provenance: dict) -> str | None:
-    """The hub's revision that the unfinished set in `partial` is made from; None if there is none.
-
-    A set with another `provenance` does not count.
-    """
-    with suppress(OSError, ValueError):
-        recorded = read_json(partial / PROGRESS_FILE, Progress).made_from
-        if provenance.items() <= recorded.items():
-            return recorded["revision"]
-    return None
-
-
 def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
     """The progress recorded in `partial`, or a new one.
 
@@ -360,8 +326,7 @@ def describe_changes(before: dict, now: dict) -> str:
     texts = []
     for key in sorted(before | now):
         if before.get(key) != now.get(key):
-            change = f"{key} {before.get(key)!r}, now {now.get(key)!r}"
-            texts.append(HASHES.get(key, change))
+            texts.append(f"{key} was {before.get(key)!r:.40}, is {now.get(key)!r:.40}")
     return "; ".join(texts)
 
 
@@ -418,14 +383,13 @@ def write_batch(writer: Writer, encoded: Encoded, cuts_documents: bool) -> None:
 
 def print_counts(counts: dict[str, int]) -> None:
     """Say what is left out, and that text files may hold several documents."""
-    empty = counts.get("empty", 0)
-    bad = counts.get("bad", 0)
+    empty, bad, marks = (counts.get(key, 0) for key in ("empty", "bad", "marks"))
     if empty or bad:
         print(f"left out: {plural(empty, 'empty document')}, {bad:,} that cannot be read")
-    if "marks" in counts:
+    if marks:
         print(
-            f"warning: found {END_OF_TEXT} {plural(counts['marks'], 'time')} in text files, each "
-            f"of which is one document: --separator '{END_OF_TEXT}' --force splits them there",
+            f"warning: found {END_OF_TEXT} {plural(marks, 'time')} in text files, each of which is "
+            "one document: write what stands between the marks into lines of a .jsonl",
             file=sys.stderr,
         )
 

@@ -13,7 +13,6 @@ import codecs
 import csv
 import gzip
 import io
-import re
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
@@ -48,7 +47,6 @@ class Input(NamedTuple):
     name: str  # relative to its folder or repository
     size: int  # bytes
     split: str = "documents"  # decides which part is for validation, see encode.py
-    separator: str = ""  # text between the documents of a text file; empty: it is one document
 
 
 class Raw(NamedTuple):
@@ -122,7 +120,7 @@ def _read(file: Input, raw: IO[bytes], text_field: str) -> Iterator[Raw]:
     elif ending in TABLES:
         yield from _read_table(file, raw, stream, TABLES[ending], text_field)
     else:
-        yield from _read_text(file, stream, is_compressed=stream is not raw)
+        yield _read_text(file, stream, is_compressed=stream is not raw)
 
 
 def _decompress(raw: IO[bytes], compression: str) -> IO[bytes]:
@@ -157,23 +155,15 @@ def _check_length(data: bytes, where: str) -> None:
         )
 
 
-def _read_text(file: Input, stream: IO[bytes], is_compressed: bool) -> Iterator[Raw]:
-    """The documents of a text file; without a separator it is one."""
+def _read_text(file: Input, stream: IO[bytes], is_compressed: bool) -> Raw:
+    """The text file, which is one document."""
     parts = iter(lambda: stream.read(READ_BYTES), b"")
     if is_compressed:
         parts = islice(parts, DOCUMENT_BYTES // READ_BYTES + 1)
     data = b"".join(parts)
     if is_compressed:
         _check_length(data, file.url)
-    data = data.removeprefix(BYTE_ORDER_MARK)
-    if not file.separator:
-        yield Raw(file.url, data, False, file.size, file)
-        return
-    separator = re.escape(file.separator.encode())
-    own_line = rb"(?m:^[ \t]*%b[ \t]*(?:\r?\n|\Z))" % separator
-    for number, part in enumerate(re.split(own_line + b"|" + separator, data), start=1):
-        if part.strip():
-            yield Raw(f"{file.url}: document {number}", part, False, file.size, file)
+    return Raw(file.url, data.removeprefix(BYTE_ORDER_MARK), False, file.size, file)
 
 
 def _read_table(

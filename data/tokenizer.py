@@ -5,7 +5,6 @@ import json
 import os
 import re
 import tempfile
-from abc import ABC, abstractmethod
 from base64 import b64decode
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,10 +31,10 @@ MAX_GAP = 500_000
 LONG_GAP = re.compile(rf"(\s{{{MAX_GAP}}})")
 
 
-class _Encoder(ABC):
-    @abstractmethod
+class _Encoder:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """One uint16 array, (n,), per text."""
+        raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0].tolist()
@@ -312,44 +311,26 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
         return [bytes([i]) for i in range(256)]
     if isinstance(tokenizer, GPT2Tokenizer):
         return [tokenizer.bpe.decode_single_token_bytes(i) for i in range(tokenizer.eot)]
-    empty = {tokenizer.eot}
-    for i, token in tokenizer.file.get_added_tokens_decoder().items():
-        if token.special:
-            empty.add(i)
+    added = tokenizer.file.get_added_tokens_decoder()
+    empty = {tokenizer.eot, *(i for i, token in added.items() if token.special)}
     tokens = []
     for i in range(tokenizer.vocab_size):
-        text = "" if i in empty else tokenizer.file.id_to_token(i)
-        tokens.append(_decode_token(text or "", tokenizer.byte_level))
+        text = "" if i in empty else tokenizer.file.id_to_token(i) or ""
+        byte = BYTE_TOKEN.fullmatch(text)  # a byte without another token
+        if tokenizer.byte_level and FROM_CHARACTERS.keys() >= {*text}:
+            tokens.append(bytes(FROM_CHARACTERS[character] for character in text))
+        elif byte:
+            tokens.append(bytes([int(byte[1], 16)]))
+        else:
+            tokens.append(text.replace("▁", " ").encode())
     return tokens
 
 
-def _decode_token(text: str, byte_level: bool) -> bytes:
-    """The bytes of a token of a tokenizer.json.
-
-    With `byte_level` each character of its text stands for a byte, see `printable`.
-    """
-    if byte_level and all(character in FROM_CHARACTERS for character in text):
-        return bytes(FROM_CHARACTERS[character] for character in text)
-    byte = BYTE_TOKEN.fullmatch(text)  # a byte without another token
-    if byte:
-        return bytes([int(byte[1], 16)])
-    return text.replace("▁", " ").encode()
-
-
-def _map_characters() -> dict[int, str]:
-    """GPT-2's visible character for each byte: itself in printable Latin-1, else from U+0100 on."""
-    characters = {}
-    hidden = 0
-    for byte in range(256):
-        if "!" <= chr(byte) <= "~" or "¡" <= chr(byte) <= "¬" or "®" <= chr(byte):
-            characters[byte] = chr(byte)
-        else:
-            characters[byte] = chr(256 + hidden)
-            hidden += 1
-    return characters
-
-
-CHARACTERS = _map_characters()
+# GPT-2's visible character for each byte: itself in printable Latin-1, else from U+0100 on
+VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
+HIDDEN = sorted(set(range(256)) - set(VISIBLE))
+CHARACTERS = {byte: chr(byte) for byte in VISIBLE}
+CHARACTERS |= {byte: chr(256 + number) for number, byte in enumerate(HIDDEN)}
 FROM_CHARACTERS = {character: byte for byte, character in CHARACTERS.items()}
 
 

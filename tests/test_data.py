@@ -49,16 +49,8 @@ def test_special_and_broken_text(any_tokenizer):
 def test_gpt2_ids_are_gpt2s():
     gpt2 = load_tokenizer("gpt2", REAL_RANKS)
     assert gpt2.hash == "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-    assert gpt2.encode("Hello, I'm a language model,") == [
-        15496,
-        11,
-        314,
-        1101,
-        257,
-        3303,
-        2746,
-        11,
-    ]
+    ids = "15496 11 314 1101 257 3303 2746 11"
+    assert " ".join(map(str, gpt2.encode("Hello, I'm a language model,"))) == ids
     assert identity(GPT2Tokenizer) == identity(gpt2) and identity(gpt2)["eot"] == 50256
 
 
@@ -203,17 +195,12 @@ def test_check_finds_damage(tmp_path, damage, message):
         check_dataset(tmp_path / "set", 257)
 
 
-def test_a_document_without_its_end_is_found(tmp_path, monkeypatch):
+def test_a_document_without_its_end_is_found(tmp_path):
     """By verify: of a set of 5 and 1 documents whose meta.json says other numbers."""
     write_set(tmp_path / "set")
     edit_meta(tmp_path / "set", lambda meta: meta["splits"]["val"].update(documents=2000))
-    edit_meta(tmp_path / "set", lambda meta: meta["splits"]["train"].update(documents=4))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match="val: 1 end-of-text tokens, meta.json says 2,000 doc"):
         verify_dataset(tmp_path / "set")
-    assert str(caught.value).splitlines()[1:3] == [
-        "  train: 5 end-of-text tokens, meta.json says 4 documents",
-        "  val: 1 end-of-text tokens, meta.json says 2,000 documents",
-    ]
 
 
 @pytest.mark.parametrize("token", [0, 6, 7, 13])
@@ -222,21 +209,19 @@ def test_damage_is_found_in_every_chunk(tmp_path, monkeypatch, token):
     monkeypatch.setattr(bins, "CHUNK_BYTES", 6)
     file = write_ids(tmp_path / "set", range(14)) / "train-00000.bin"
     ids = np.fromfile(file, "<u2")
-    ids[token:] = 300
-    file.write_bytes(ids.tobytes())
-    with pytest.raises(DataError, match=f"id 300 at token {token}, expected below 257"):
-        check_dataset(tmp_path / "set", 257)
-    ids[token + 1 :] = 5
-    file.write_bytes(ids.tobytes())
-    with pytest.raises(DataError, match=f"id 300 at token {token}, expected below 257"):
-        check_dataset(tmp_path / "set", 257)
+    for last in (14, token + 1):
+        ids[token:last] = 300
+        ids[last:] = 5
+        file.write_bytes(ids.tobytes())
+        with pytest.raises(DataError, match=f"id 300 at token {token}, expected below 257"):
+            check_dataset(tmp_path / "set", 257)
 
 
 @pytest.mark.parametrize(
     ("keys", "change", "says"),
     [
         ("splits train", {"tokens": 24}, "train has 24 tokens, its files 25"),
-        ("splits train files 1", {"name": "../train-00001.bin"}, "file 1 is '../train-"),
+        ("splits train files 1", {"name": "../train-00001.bin"}, "the content = {'name': 'set'"),
         ("tokenizer", {"vocab_size": 65537}, "tokenizer.vocab_size = 65537: should be less"),
         ("splits", {"more": None}, "splits.more = None"),
         ("", {"unknown": 1, "more": 2}, "more = 2: Unexpected keyword argument"),
@@ -264,10 +249,7 @@ def test_sets_that_are_not_there(tmp_path, monkeypatch):
     command = "python -m data.prepare"
     for name, says in {
         "stdlib": f"stdlib: no such data set. Prepare it: {command} stdlib --out {tmp_path}",
-        "pg19": f"pg19: no such data set. Prepare it: {command} pg19 --out {tmp_path}",
-        "books3": f"{command} books3 --source FILES --out {tmp_path}",
         "my set": f"{command} text --source FILES --name 'my set' --out {tmp_path}",
-        "mybok": f"{command} text --source FILES --name mybok --out {tmp_path}",
         "books": f"half-prepared. Resume with the command that started it: {command} text --source",
     }.items():
         with pytest.raises(DataError, match=re.escape(says)):
@@ -282,27 +264,21 @@ def test_sets_that_are_not_there(tmp_path, monkeypatch):
         check_dataset(tmp_path / "set", 256)
 
 
-def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", [350, 380])
+def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(tmp_path, monkeypatch, place):
     ids = np.random.default_rng(0).integers(0, 257, 550)
-    ids[[200 + 150, 200 + 180]] = 257, 999
+    ids[place] = 257
     monkeypatch.setattr(bins, "HASHED_BYTES", 0)
     check_dataset(write_ids(tmp_path / "set", ids, ids[:100], 200), 50304)
     tokens = open_tokens(tmp_path / "set", "train")
-    bad = [
-        w
-        for w in range(549 // 9)
-        if 350 in range(9 * w, 9 * w + 10) or 380 in range(9 * w, 9 * w + 10)
-    ]
-    assert len(bad) == 2
-    fault = "train split of .*set: id (257|999) at token 3[58]0, expected below 257"
+    fault = f"train split of .*set: id 257 at token {place}, expected below 257"
     says = f"{fault}. Find the damaged file with python -m data.verify"
     for w in range(549 // 9):
-        with pytest.raises(DataError, match=says) if w in bad else nullcontext():
+        is_bad = 9 * w <= place <= 9 * w + 9
+        with pytest.raises(DataError, match=says) if is_bad else nullcontext():
             windows(tokens, np.array([0, w, 1]), 9)
-    windows(tokens, np.array([0]), 349)
-    for length in (350, 549):  # the last target; from the first shard into the third
-        with pytest.raises(DataError, match="id 257 at token 350"):
-            windows(tokens, np.array([0]), length)
+    with pytest.raises(DataError, match=says):
+        windows(tokens, np.array([0]), 549)  # from the first shard into the third
 
 
 # what a split of many files and of many bytes takes
@@ -397,21 +373,17 @@ def test_a_changed_large_set_is_refused(tmp_path, monkeypatch, capsys):
 # fingerprints, which checkpoints store
 def test_fingerprint_identifies_tokens_and_tokenizer(tmp_path):
     def prepared(folder: str, train=b"to beor not", val=b"that is", name="set") -> dict[str, str]:
-        return fingerprint(
-            check_dataset(write_ids(tmp_path / folder, list(train), list(val), 7, name), 257)
-        )
+        return fingerprint(read_meta(write_ids(tmp_path / folder, [*train], [*val], 7, name)))
 
     once = prepared("a")
     assert once == prepared("b/c", name="other")
-    others = [(b"to beor nor",), (b"or notto be",), (b"to beor not", b"that iz")]
-    others += [(b"that is", b"to beor not"), (b"to beor no", b"tthat is")]
+    others = [(b"to beor nor",), (b"to beor not", b"that iz"), (b"that is", b"to beor not")]
     prints = [prepared(f"{i}", *other) for i, other in enumerate(others)]
-    assert len({once["data"], *(other["data"] for other in prints)}) == 6
+    assert len({once["data"], *(other["data"] for other in prints)}) == 4
     assert {once["tokenizer"]} == {other["tokenizer"] for other in prints}
-    for change in ({"name": "utf8"}, {"hash": "0" * 64}, {"eot": 0}, {"vocab_size": 256}):
-        edit_meta(tmp_path / "a", lambda meta, change=change: meta["tokenizer"].update(change))
-        other = fingerprint(read_meta(tmp_path / "a"))
-        assert once["data"] == other["data"] and once["tokenizer"] != other["tokenizer"]
+    edit_meta(tmp_path / "a", lambda meta: meta["tokenizer"].update(eot=0))
+    other = fingerprint(read_meta(tmp_path / "a"))
+    assert once["data"] == other["data"] and once["tokenizer"] != other["tokenizer"]
 
 
 def test_a_set_of_commit_11388ef(tmp_path):

@@ -134,8 +134,6 @@ def test_where_rows_are_from():
     for (name, window), row in zip(mixture.locate(3, 1, 4), mixture.batch(3, 1, 4)[0], strict=True):
         assert row[0] == 4 * window + (10_000 if name == "second" else 0)
     assert mixture.count_epochs(40).tolist() == [3, 4.5]  # 60 rows of 20 windows, 180 of 40
-    alone = Loader(parts[0], 4, 6, seed=0)
-    assert [4 * window for window in alone.locate(3)] == alone.batch(3)[0][:, 0].tolist()
 
 
 def test_validation_windows_are_those_of_each_set(sets):
@@ -164,8 +162,8 @@ def test_validation_windows_are_those_of_each_set(sets):
     assert np.allclose(sums, [0.1, 0.1, 0.8]) and np.bincount(short.sets).tolist() == [4, 4, 32]
 
 
-def test_losses_are_those_of_each_set_and_their_mean(trained, call, tmp_path):
-    """In the metrics, and of eval.val_loss, also beside a run with other weights."""
+def test_losses_are_those_of_each_set_and_their_mean(trained, call):
+    """In the metrics, and of eval.val_loss."""
     last = metrics(trained)[-1]
     losses = [last[f"val/{name}/loss"] for name in WEIGHTS]
     assert last["val/loss"] == pytest.approx(np.dot(losses, [*WEIGHTS.values()]), rel=1e-12)
@@ -175,26 +173,11 @@ def test_losses_are_those_of_each_set_and_their_mean(trained, call, tmp_path):
     assert np.mean(windows * weights) == pytest.approx(last["val/loss"], rel=1e-12)
     assert losses[1] == pytest.approx(windows[5:14].mean(), rel=1e-12)  # of 5, 9 and 3 windows
     said = call(val_loss.main, path_of(trained))
-    assert all(
-        re.search(rf"/{name} +val .* {loss:.4f}", said)
-        for name, loss in zip(WEIGHTS, losses, strict=True)
-    )
-    assert (
-        f"mean by the weights of the mixture {last['val/loss']:.4f}" in said
-        and "no longer" not in said
-    )
+    for name, loss in zip(WEIGHTS, losses, strict=True):
+        assert re.search(rf"/{name} +val .* {loss:.4f}", said)
+    assert f"mean by the weights of the mixture {last['val/loss']:.4f}" in said
+    assert "no longer" not in said
     assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")
-    other = shutil.copytree(path_of(trained), tmp_path / "other")
-    text = (other / "config.toml").read_text()
-    weights = [0.31, 0.53, 0.16]  # which have the same windows
-    for old, new in zip(WEIGHTS.values(), weights, strict=True):
-        text = text.replace(f'" = {old}', f'" = {new}', 1)
-    (other / "config.toml").write_text(text)
-    said = call(val_loss.main, path_of(trained), other)
-    mean = np.dot(losses, weights)
-    assert f"{mean:.4f}" != f"{last['val/loss']:.4f}"
-    assert re.search(rf"^{other}/.*: mean by the weights of the mixture {mean:.4f}$", said, re.M)
-    assert said.count("+0.0000 [+0.0000, +0.0000]") == 3
 
 
 def test_the_tokenizer_is_that_of_any_set_that_is_left(trained, sets, tmp_path, monkeypatch):
@@ -223,11 +206,6 @@ def test_routing_is_measured_on_the_mixture_or_on_one_set(trained, sets):
     assert name == str(sets / "books")
     by_path = read_validation(model, Namespace(data=str(sets / "books"), windows=4))
     assert np.array_equal(by_path[0], tokens) and by_path[1] == name
-    spread = model.config.eval.model_copy(update={"spread": "tokens"})
-    evenly = model._replace(config=model.config.model_copy(update={"eval": spread}))
-    evenly_read, *_ = read_validation(evenly, Namespace(data="books", windows=4))
-    even = [parts[1].read(32 * w, 33) for w in fixed_windows(parts[1], 32, 4, "tokens")]
-    assert np.array_equal(evenly_read, even) and not np.array_equal(tokens, even)
     assert np.array_equal(tokens, wanted)
 
 
@@ -237,19 +215,11 @@ def test_sets_may_be_called_as_parts_of_metrics(sets, tmp_path):
     for name, source in names.items():
         shutil.copytree(sets / source, tmp_path / "sets" / name)
     file = write_tiny(tmp_path, tmp_path / "sets")
-    lines = {}
-    for run_name, chosen, data in (
-        ("odd", names.keys(), tmp_path / "sets"),
-        ("usual", names.values(), sets),
-    ):
-        mix = ", ".join(f"{name} = 1" for name in chosen)
-        own = [f"data.mix={{{mix}}}", f"data.dir={data}", f"run.name={run_name}"]
-        lines[run_name] = run(configure.load(file, [*own, "train.ema_decay=0.5"]))[-1]
+    own = ["data.mix={loss = 1, my-val = 1, val = 1}", "train.ema_decay=0.5"]
+    line = run(configure.load(file, own))[-1]
     for prefix in ("val", "val_ema"):
-        for name, source in names.items():
-            loss = lines["odd"][f"{prefix}/{name}/loss"]
-            assert loss == lines["usual"][f"{prefix}/{source}/loss"]
-    assert len(lines["odd"]) == len(lines["usual"])
+        losses = [line[f"{prefix}/{name}/loss"] for name in names]
+        assert np.mean(losses) == pytest.approx(line[f"{prefix}/loss"]) and len(set(losses)) == 3
 
 
 def test_a_mixture_of_one_set_is_that_set(mixed):
@@ -287,22 +257,16 @@ def test_other_weights_do_not_resume(mixed):
 
 
 def test_identity_of_a_mixture(sets):
+    """Checkpoints have it: a change would keep all runs on mixtures from resuming."""
     metas = [check_dataset(sets / name, 257) for name in WEIGHTS]
     one = identify(metas, [3, 5, 2])
-    # checkpoints have it: a change would keep all runs on mixtures from resuming
     prints = [fingerprint(meta)["data"] for meta in metas]
     shares = [3 * 2**30 // 10, 2**29, 2 * 2**30 // 10]
     shares[1] += 2**30 - sum(shares)
     pairs = [list(pair) for pair in zip(shares, prints, strict=True)]
     assert one["data"] == hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
-    assert one == identify(metas, [0.3, 0.5, 0.2])
+    assert one == identify(metas, [0.3, 0.5, 0.2]) != identify(metas, [3, 5, 2.1])
     assert one["tokenizer"] == identify(metas[:1], [1])["tokenizer"]
-    others = [
-        identify(metas, [3, 5, 2.1]),
-        identify(metas[::-1], [3, 5, 2]),
-        identify(metas[:2], [3, 5]),
-    ]
-    assert len({one["data"], *(other["data"] for other in others)}) == 4
 
 
 def test_sets_of_different_tokenizers(mixed, sets, tmp_path):

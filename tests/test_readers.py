@@ -20,7 +20,7 @@ from pyarrow import parquet
 
 from data import DataError
 from data.bins import check_dataset, read_meta
-from data.encode import Encoder, read_texts
+from data.encode import Encoder
 from data.readers import read_documents
 from data.sources import local_inputs
 
@@ -196,16 +196,12 @@ def test_bad_documents(run, tmp_path, small_batches, line):
 
 
 def test_a_bad_row_is_named_by_its_number(tmp_path):
-    """Of 600, which are read in several batches; and a document of a text file."""
+    """Of 600, which are read in several batches."""
     rows = [b"row %d" % i for i in range(1, 601)]
     rows[520] = b"caf\xe9"
     parquet.write_table(pyarrow.table({"text": pyarrow.array(rows)}), tmp_path / "in.parquet")
     with pytest.raises(DataError, match="in.parquet: row 521 is not UTF-8 at byte 3: convert"):
         read(tmp_path / "in.parquet")
-    (tmp_path / "in.txt").write_bytes(b"one|two| \n|caf\xe9|five")
-    (file,) = local_inputs([tmp_path / "in.txt"])[0]
-    with pytest.raises(DataError, match="in.txt: document 4 is not UTF-8 at byte 3"):
-        list(read_texts([file._replace(separator="|")], Encoder(corpora.BYTES, 0.5)))
 
 
 def test_columns(tmp_path):
@@ -229,26 +225,13 @@ def test_columns(tmp_path):
             read(tmp_path / name)
 
 
-@pytest.mark.parametrize("between", ["<|endoftext|>\n", "  <|endoftext|>\r\n", "<|endoftext|>"])
-def test_a_mark_between_documents(run, tmp_path, monkeypatch, small_batches, between):
-    """It is counted over all files and batches, not in rows; --separator splits there."""
-    monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 10)
-    stories = ["Once upon a time.\n\nThe end.\n", "The second\n", "The third, it says\n"] * 12
-    body = between.join(stories).encode() + between.encode()
-    source = corpora.write_tree(tmp_path / "in", {"a.txt": body, "b.txt": body})
-    (source / "c.jsonl").write_bytes(corpora.jsonl(["<|endoftext|>"]))
+def test_marks_between_documents_are_counted(run, tmp_path, small_batches):
+    """Over all files and batches, not in rows."""
+    body = b"Once upon a time.<|endoftext|>\nThe second.\n<|endoftext|>\n"
+    rows = corpora.jsonl(f"<|endoftext|> {i}" for i in range(30))
+    source = corpora.write_tree(tmp_path / "in", {"a.txt": body, "b.txt": body, "c.jsonl": rows})
     out = run("text", "--source", source, "--val-fraction", 0.3)
-    assert f"found <|endoftext|> {2 * len(stories)} times" in out
-    args = ("text", "--source", source, "--val-fraction", 0.3, "--separator", "<|endoftext|>")
-    assert "(separator None, now '<|endoftext|>')" in run(*args, code=2)
-    assert "found" not in run(*args, "--force")
-    wanted = corpora.split_of([*stories * 2, "<|endoftext|>"], 0.3)
-    assert corpora.documents_of(tmp_path / "out/text") == wanted
-    assert "already there" in run(*args)
-    (source / "c.jsonl").unlink()
-    val = ("--val-source", source / "b.txt", "--separator", "<|endoftext|>", "--force")
-    run("text", "--source", source / "a.txt", *val)
-    assert corpora.documents_of(tmp_path / "out/text") == {"train": stories, "val": stories}
+    assert "found <|endoftext|> 4 times in text files, each of which is one document" in out
 
 
 @pytest.mark.parametrize("size", [99, 100, 101])
