@@ -72,8 +72,6 @@ MEASURES = {
     # of `TrainState.describe_routers`
     "gamma": Measure("γ, mean over layers", ".3f"),
     "bias_moved": Measure("move of the selection bias", ".2g"),
-    "rank_imbalance": Measure("fullest rank's rows, 1 = even", ".2f"),
-    "rank_wait": Measure("share of time lost to the fullest rank", ".1%"),
 }
 # fields of Stats that are added up, in the order of MEASURES
 MEASURED_FIELDS = [measure.field for measure in MEASURES.values() if measure.field]

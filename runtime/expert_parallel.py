@@ -13,7 +13,6 @@ on the device, on GPUs that NVLink connects. Both are not implemented.
 Shapes in comments: N tokens, K = top_k, C = n_embd, E experts, n ranks of a group, R rows received.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,47 +99,15 @@ class ReturnToTokens(torch.autograd.Function):
 
 
 class Exchange:
-    """Starts to send a layer's tokens to the ranks of their experts; `MoE.exchange`.
-
-    Attributes:
-        n_rows: rows that this rank received in each training pass since `measure_ranks`.
-    """
+    """Starts to send a layer's tokens to the ranks of their experts; `MoE.exchange`."""
 
     def __init__(self, n_expert: int, group: dist.ProcessGroup) -> None:
         self.n_expert = n_expert
         self.group = group
-        self.n_rows: list[int] = []
 
     @torch.compiler.disable
     def __call__(self, x: Tensor, gates: Tensor, experts: Tensor) -> "Journey":
-        journey = Journey(self.n_expert, self.group, x, gates, experts)
-        if torch.is_grad_enabled():
-            self.n_rows.append(sum(journey.routes.n_received))
-        return journey
-
-
-def measure_ranks(exchanges: Sequence[Exchange], device: torch.device) -> dict[str, Tensor]:
-    """How unequal the ranks' loads were in the training passes since the last call, by layer.
-
-    Every rank calls it.
-
-    Returns:
-        (L,) each, over all passes and groups of ranks: `rank_imbalance`, the rows of a pass's
-        fullest rank over the mean; `rank_wait`, the fraction of the experts' time that ranks wait
-        for the fullest one if time is proportional to rows: within 0.04 of the experts' CPU time
-        on 2 CPU ranks (docs/LOG-2.md).
-    """
-    rows = torch.tensor([exchange.n_rows for exchange in exchanges], device=device)  # (L, passes)
-    for exchange in exchanges:
-        exchange.n_rows = []
-    n_rank = dist.get_world_size()
-    of_all_ranks = rows.new_empty(n_rank * len(rows), rows.shape[1])
-    dist.all_gather_into_tensor(of_all_ranks, rows)
-    n = dist.get_world_size(exchanges[0].group)
-    by_group = of_all_ranks.view(n_rank // n, n, *rows.shape).double()  # (groups, n, L, passes)
-    fullest = by_group.amax(1).sum((0, -1))  # (L,)
-    mean = by_group.mean(1).sum((0, -1))
-    return {"rank_imbalance": fullest / mean, "rank_wait": 1 - mean / fullest}
+        return Journey(self.n_expert, self.group, x, gates, experts)
 
 
 class Journey:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import configure
+from common.text import first_line
 from data import DataError
 from data.mixture import check_sets
 from runtime import RankError, RunError, Stopped
@@ -81,13 +82,17 @@ def launch(argv: list[str], start: Callable[[configure.Config, list[str]], None]
         code = 2
     except Exception as error:  # most often another rank is lost
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            error.add_note(
-                "torch cannot compile the model: set --train.compile=off and start again"
+            print(
+                f"error: torch cannot compile the model ({first_line(error)}): set "
+                "--train.compile=off and start again",
+                file=sys.stderr,
             )
-        if distributed.world_size() == 1:
+            code = 2
+        elif distributed.world_size() == 1:
             raise
-        traceback.print_exc()
-        code = 1
+        else:
+            traceback.print_exc()
+            code = 1
     else:
         return 0
     # threads that still wait for a lost rank must not keep this process, or abort it

@@ -6,8 +6,6 @@ ZeRO-2 (arXiv 1910.02054) is FSDP2 with reshard_after_forward=False. HSDP uses i
 one micro-batch.
 """
 
-import copy
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,9 +22,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from common.text import first_line
 from model import GPT, MoE
-from runtime.distributed import Ranks, gather, print_once
+from runtime.distributed import Ranks
 from runtime.expert_parallel import Exchange
 
 DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
@@ -133,7 +130,6 @@ def distribute(
     accumulates: bool = True,
     expert_parallel: int = 1,
     initialize: Callable[[GPT], object] = lambda model: None,
-    trial: bool = False,
 ) -> nn.Module:
     """Move `model` to the device, shard or wrap it in place; returns the module to call instead.
 
@@ -147,28 +143,27 @@ def distribute(
         accumulates: a step has several micro-batches.
         expert_parallel: consecutive ranks that share one set of experts.
         initialize: gives the model's parameters, sharded on the device, their values.
-        trial: leave everything on this rank, wrapped as if the others had parts or copies.
     """
     if compile:
         compile_blocks(model)
     expert_mesh = None
     if expert_parallel > 1:
         sizes = plan_expert_grid(parallel, ranks, expert_parallel)
-        expert_mesh = build_mesh(sizes, ranks, trial)
+        expert_mesh = build_mesh(sizes, ranks)
         share_experts(model, expert_mesh["expert"], ranks.device)
     if parallel != "ddp":
         sizes = {"shard": ranks.world_size}
         if parallel == "hsdp":
             n_node = ranks.world_size // ranks.local_size
             sizes = {"replicate": n_node, "shard": ranks.local_size}
-        mesh = build_mesh(sizes, ranks, trial)
+        mesh = build_mesh(sizes, ranks)
         hold = holds_weights(parallel, accumulates)
         _shard(model, mesh, expert_mesh, ranks.world_size, dtype, hold)
     if parallel == "ddp" or model.head.is_meta:
         allocate_parameters(model, ranks.device)
     initialize(model)
     runner: nn.Module = model
-    if parallel == "ddp" and not trial:
+    if parallel == "ddp":
         runner = _replicate(model, ranks, expert_mesh)
     if expert_mesh is not None and not has_shards(expert_mesh):
         group = expert_mesh.get_group("replicate")
@@ -199,14 +194,10 @@ def expert_parameters(model: GPT) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if ".experts." in name}
 
 
-def build_mesh(sizes: Mapping[str, int], ranks: Ranks, trial: bool) -> DeviceMesh:
-    """All ranks as a grid of `sizes` {axis: ranks}; in a `trial` a grid of this rank alone."""
-    device = ranks.device.type
-    axes = tuple(sizes)
-    if not trial:
-        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=axes)
-    shape = [ranks.world_size] + [1] * len(axes)
-    return init_device_mesh(device, tuple(shape), mesh_dim_names=("trial", *axes))[axes]
+def build_mesh(sizes: Mapping[str, int], ranks: Ranks) -> DeviceMesh:
+    """All ranks as a grid of `sizes` {axis: ranks}."""
+    shape = tuple(sizes.values())
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=tuple(sizes))
 
 
 def plan_expert_grid(parallel: str, ranks: Ranks, n: int) -> dict[str, int]:
@@ -300,65 +291,6 @@ def compile_blocks(model: GPT) -> None:
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     for block in model.blocks:
         block.compile()
-
-
-def try_compiling(
-    model: GPT,
-    shape: tuple[int, int],
-    distribute_copy: Callable[..., nn.Module],
-    autocast: torch.autocast,
-    ranks: Ranks,
-) -> bool:
-    """Compile copies of each kind of block; returns False, with a warning, if that fails anywhere.
-
-    Every rank must call it. The copies are distributed as the model will be, but over this rank
-    alone: no collective waits for a rank that failed. They run forward, backward and without
-    gradients. The model, its gradients and random numbers stay as they are.
-
-    Args:
-        model: the model, on any device, before it is distributed.
-        shape: (B, T) of a micro-batch.
-        distribute_copy: `distribute`, with the arguments that the model will have.
-        autocast: the context that the model runs in.
-        ranks: this rank and the others.
-    """
-    problem = ""
-    idx = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
-    try:
-        with torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):
-            _run_copies(model, idx, distribute_copy, autocast)
-    except Exception as error:  # whatever dynamo, inductor, Triton or a C compiler raise
-        problem = f"{type(error).__name__}: {first_line(error)}"
-    gc.collect()  # FSDP2 leaves cycles, which would keep the copies' memory
-    failed = [(rank, text) for rank, text in enumerate(gather(problem, ranks.control)) if text]
-    if failed:
-        torch._dynamo.reset()
-        rank, problem = failed[0]
-        print_once(
-            f"warning: train.compile = auto: compiling failed on rank {rank}, so nothing is "
-            f"compiled: {problem}"
-        )
-    return not failed
-
-
-def _run_copies(
-    model: GPT,
-    idx: Tensor,
-    distribute_copy: Callable[..., nn.Module],
-    autocast: torch.autocast,
-) -> None:
-    """Run copies of each kind of block, as `try_compiling` says, on idx (B, T)."""
-    trial = copy.deepcopy(model)
-    kinds = {repr(block.mlp): block for block in trial.blocks}
-    trial.blocks = nn.ModuleList()
-    for block in kinds.values():
-        trial.blocks += [block, copy.deepcopy(block)]  # a later block also gets y
-    runner = distribute_copy(trial, compile=True, trial=True)
-    with autocast:
-        loss = runner(idx, idx).loss
-    loss.backward()
-    with torch.no_grad(), autocast:
-        runner.eval()(idx, idx)
 
 
 def _shard(

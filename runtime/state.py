@@ -17,7 +17,6 @@ from runtime import RunError, checkpoint, distributed
 from runtime.batches import RankBatches
 from runtime.branch import Branch
 from runtime.distributed import Ranks
-from runtime.expert_parallel import Exchange, measure_ranks
 from runtime.folder import RunFolder
 from runtime.graph import StepGraph, can_capture
 from runtime.memory import count_expert_ranks
@@ -27,7 +26,6 @@ from runtime.parallel import (
     distribute,
     draw_normal,
     full_tensor,
-    try_compiling,
     warm_up_ddp_buckets,
     without_parameters,
 )
@@ -123,9 +121,6 @@ class TrainState(AbstractContextManager["TrainState"]):
         """Let DDP order its buckets, with inputs of `shape` (B, T); no trace of it remains."""
         with self.compute.autocast():
             warm_up_ddp_buckets(self.runner, shape, self.compute.device)
-        for mixture in self.mixtures:
-            if isinstance(mixture.exchange, Exchange):
-                mixture.exchange.n_rows = []
         self.optimizer.zero_grad(set_to_none=False)
 
     def __exit__(self, *error: object) -> None:
@@ -156,16 +151,9 @@ class TrainState(AbstractContextManager["TrainState"]):
     def describe_routers(self) -> dict[str, Tensor]:
         """`gamma` and `bias_moved`, (L,) each, if there are any.
 
-        With shared experts (train.expert_parallel) also `measure_ranks`. Unless the model is
-        replicated all ranks must call it.
+        Unless the model is replicated all ranks must call it.
         """
         values: dict[str, Tensor] = {}
-        exchanges = []
-        for mixture in self.mixtures:
-            if isinstance(mixture.exchange, Exchange):
-                exchanges.append(mixture.exchange)
-        if exchanges:
-            values |= measure_ranks(exchanges, self.compute.device)
         gammas = []
         for mixture in self.mixtures:
             if mixture.router.gamma is not None:
@@ -242,26 +230,17 @@ def initialize(
 
 
 def place_model(plan: Plan, model: GPT, compute: Compute, ranks: Ranks) -> Placed:
-    """Distribute the model over the ranks and give it its initial weights.
-
-    With train.compile = "auto" copies of its blocks are compiled first.
-    """
+    """Distribute the model over the ranks and give it its initial weights."""
     config, train = plan.config, plan.config.train
-    distribute_model = partial(
-        distribute,
-        parallel=compute.parallel,
-        ranks=ranks,
-        dtype=compute.dtype,
+    compiles = distributed.pick_compile(train.compile, compute.device)
+    runner = distribute(
+        model,
+        compute.parallel,
+        ranks,
+        compute.dtype,
+        compiles,
         accumulates=plan.accumulation > 1,
         expert_parallel=compute.expert_parallel,
-    )
-    compiles = distributed.pick_compile(train.compile, compute.device)
-    if compiles and train.compile == "auto":
-        shape = (train.micro_batch_size, config.model.block_size)
-        compiles = try_compiling(model, shape, distribute_model, compute.autocast(), ranks)
-    runner = distribute_model(
-        model,
-        compile=compiles,
         initialize=partial(initialize, config, plan.initial_weights, ranks),
     )
     if plan.initial_weights:

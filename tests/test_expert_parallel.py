@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import write_tiny
 from numerics import assert_near
 from runs import be_killed, meet_in, run_job, start_ranks, untimed, wait_for_ranks
@@ -32,7 +31,6 @@ from model import GPT, Experts
 from runtime import checkpoint, distributed, memory, updates
 from runtime import state as train_state
 from runtime.distributed import Ranks
-from runtime.expert_parallel import Exchange, measure_ranks
 from runtime.memory import parameter_shapes
 from runtime.metrics import ARRAYS, read_metrics
 from runtime.parallel import full_tensor, local_part
@@ -385,44 +383,6 @@ def test_checkpoint_resumes_with_another_n(outcome, case):
     assert_same_run(outcome, case, Case(case.model, "ddp 1"))
 
 
-def test_loads_of_ranks_are_those_since_the_last_call(monkeypatch):
-    """Two groups of two ranks, two layers, two passes, by hand: this rank's rows, and others'."""
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2 if group else 4)
-    exchanges = [Exchange(4, "pair"), Exchange(4, "pair")]
-    equal = [[1, 1], [5, 0]]
-    for own, others, ratios in (
-        ([[6, 2], [3, 1]], [[2, 2], [1, 3], [1, 1], [2, 2], [3, 3], [2, 2]], [14 / 10, 10 / 8]),
-        (equal, 3 * equal, [1, 1]),
-    ):
-        for exchange, rows in zip(exchanges, own, strict=True):
-            exchange.n_rows += rows
-
-        def gather(out, rows, others=others):
-            out.copy_(torch.cat([rows, torch.tensor(others)]))
-
-        monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
-        found = measure_ranks(exchanges, torch.device("cpu"))
-        assert found["rank_imbalance"].tolist() == pytest.approx(ratios)
-        assert found["rank_wait"].tolist() == pytest.approx([1 - 1 / ratio for ratio in ratios])
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    "case, imbalance",
-    [
-        (Case("one", "ddp 4"), 2.0),  # experts 3 and 6 are on two of four ranks
-        (Case("single", "ddp 2"), 2.0),
-        (Case("single", "fsdp 4"), 4.0),
-    ],
-    ids=str,
-)
-def test_time_lost_to_the_fullest_rank_is_logged(outcome, case, imbalance):
-    for line in outcome(case)[0]:
-        if "train/loss" in line:
-            assert line["router/rank_imbalance_of_layers"] == [imbalance, imbalance]
-            assert line["router/rank_wait"] == 1 - 1 / imbalance
-
-
 @pytest.mark.integration
 @pytest.mark.numerics
 def test_killed_run_resumes(outcome):
@@ -491,13 +451,6 @@ def test_weights_are_as_planned(outcome, tmp_path, corpus, way):
     shards = memory.list_parallelisms(n_rank, local_size)[parallel]
     plan = memory.estimate_memory(config, parameter_shapes(config.model), parallel, shards)
     assert plan.weights == 4 * max(report["held"] for report in outcome(case)[1])
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("case", [Case("compiled", "fsdp 2"), Case("uncompilable", "fsdp 2")])
-def test_blocks_are_compiled_if_every_rank_can_compile_its_parts(outcome, case):
-    for report in outcome(case)[1]:
-        assert report["compiles"] == (case.model == "compiled")
 
 
 # ---- what is refused

@@ -2,12 +2,10 @@
 sharding, compiling.
 """
 
-import copy
 import os
 import re
 import signal
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numerics import Operators
-from runs import ALONE, column, run
-from torch._dynamo.exc import BackendCompilerFailed
+from runs import run
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -408,63 +405,15 @@ def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(
         assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("router", ["dense", pytest.param("kern", marks=pytest.mark.integration)])
-def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsys, router):
-    """It runs with gradients and without, with a block of each kind."""
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("eager"))
-    model = GPT(tiny(f"model.router={router}", "model.dropout=0.5").model)
-    other = GPT(tiny("model.router=dense", "model.dropout=0.5", "model.expert_hidden=16").model)
-    model.blocks[1].mlp = other.blocks[1].mlp
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    torch._dynamo.reset()  # another test's graphs would be taken
-    torch._dynamo.utils.counters.clear()
-    spread = partial(parallel.distribute, parallel="ddp", ranks=ALONE, dtype=torch.bfloat16)
-    autocast = torch.autocast("cpu", torch.bfloat16)
-    assert parallel.try_compiling(model, (2, 8), spread, autocast, ALONE)
-    # of each kind: the first block, a later one, and one without gradients
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3 * 2
-    assert torch.equal(torch.get_rng_state(), state) and all(
-        p.grad is None for p in model.parameters()
-    )
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(block._compiled_call_impl is None and block.training for block in model.blocks)
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_compiling_that_fails_on_any_rank_leaves_all_eager(tiny, monkeypatch, capsys, rank):
-    """With one warning, and the losses of a run that does not try; rank 1 is another's, of which
-    this one hears.
-    """
-    dense = "model.router=dense"  # which compiles fastest
-    eager = column(run(tiny("run.name=eager", "train.compile=off", dense)), "train/loss")
-    # as on CUDA
-    monkeypatch.setattr(distributed, "pick_compile", lambda name, device: name != "off")
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("eager", fails=rank == 0))
-    others = ["RuntimeError: no C compiler"] if rank else []
-    monkeypatch.setattr(parallel, "gather", lambda problem, group: [problem, *others])
-    torch._dynamo.reset()
-    capsys.readouterr()
-    assert column(run(tiny("run.name=auto", dense)), "train/loss") == eager
-    (warning,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")
-    ]
-    assert f"compiling failed on rank {rank}" in warning and warning.endswith(
-        "RuntimeError: no C compiler"
-    )
-
-
-def test_compiling_that_fails_names_the_remedy(tiny_file, monkeypatch):
+def test_compiling_that_fails_names_the_remedy(tiny_file, monkeypatch, capsys):
     def fail(graph, inputs):
         raise RuntimeError("no C compiler")
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_by(fail))
     torch._dynamo.reset()
-    with pytest.raises(BackendCompilerFailed, match="no C compiler") as error:
-        train.main([str(tiny_file), "--train.compile=on"])
-    assert error.value.__notes__ == [
-        "torch cannot compile the model: set --train.compile=off and start again"
-    ]
+    assert train.main([str(tiny_file), "--train.compile=on"]) == 2
+    error = capsys.readouterr().err
+    assert "no C compiler" in error and "set --train.compile=off and start again" in error
 
 
 # ---- how a process ends
