@@ -38,7 +38,7 @@ class Cadence:
             evaluated: True if that step's validation loss is logged; rank 0's value counts.
             ranks: this rank and the others.
             stop: set when this process is asked to stop.
-            saver: knows how long the last save lasted.
+            saver: knows how long the last save lasted, and if the current one hangs.
         """
         self.config = config
         self.ranks = ranks
@@ -58,7 +58,9 @@ class Cadence:
         train = self.config.train
         is_last = step == train.max_steps
         is_late = self.ranks.rank == 0 and self._is_late(step)
-        stop, is_late = distributed.any_rank([self.stop.asked, is_late], self.ranks)
+        flags = [self.stop.asked, is_late, self.saver.hangs()]
+        stop, is_late, hangs = distributed.any_rank(flags, self.ranks)
+        self.saver.end_if(hangs)
         save = stop or is_late or is_last or self._is_on_interval(step)
         evaluate = is_last or step % self.config.eval.interval == 0
         return Due(

@@ -164,6 +164,21 @@ class Saver(AbstractContextManager["Saver"]):
         if self.failure:
             raise self.failure
 
+    def hangs(self) -> bool:
+        """True if this rank's save has lasted too long; `end_if` hears if any rank's has."""
+        return self._is_writing() and time.monotonic() - self.started > self.limit
+
+    def end_if(self, hangs: bool) -> None:
+        """Raise RunError, on all ranks, if a save `hangs`."""
+        if hangs:
+            self.pending = None  # nothing waits for it any more
+            raise RunError(
+                f"{self.folder}: the save of a checkpoint hangs: it has lasted more than "
+                f"{self.limit / 60:g} minutes ({LONGEST_SAVE} times train.timeout_minutes). Older "
+                "ones are intact. Check the disk and its network, or give a slow one more "
+                "train.timeout_minutes, and start the run again"
+            )
+
     def _is_writing(self) -> bool:
         return self.pending is not None and self.pending.is_alive()
 
@@ -171,17 +186,9 @@ class Saver(AbstractContextManager["Saver"]):
         """Wait until no save is written on `ranks`; then report on it."""
         is_writing = True
         while is_writing:
-            is_writing = self._is_writing()
-            hangs = is_writing and time.monotonic() - self.started > self.limit
-            is_writing, hangs = distributed.any_rank([is_writing, hangs], ranks)
-            if hangs:
-                self.pending = None  # nothing waits for it any more
-                raise RunError(
-                    f"{self.folder}: the save of a checkpoint hangs: it has lasted more than "
-                    f"{self.limit / 60:g} minutes ({LONGEST_SAVE} times train.timeout_minutes). "
-                    "Older ones are intact. Check the disk and its network, or give a slow one "
-                    "more train.timeout_minutes, and start the run again"
-                )
+            flags = [self._is_writing(), self.hangs()]
+            is_writing, hangs = distributed.any_rank(flags, ranks)
+            self.end_if(hangs)
             if is_writing:
                 time.sleep(POLL_SECONDS)
         self._report()

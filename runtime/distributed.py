@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.ranks import read_rank_variable
 from common.text import plural
-from configure.schema import Model
 from runtime import RankError, RunError
 
 
@@ -211,17 +210,6 @@ def attention_kernels(device: torch.device, deterministic: bool) -> Iterator[Non
     capability, _ = torch.cuda.get_device_capability(device)
     with sdpa_kernel(order_attention_kernels(capability, deterministic), set_priority=True):
         yield
-
-
-def name_attention_kernel(model: Model, device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel of attention without document masks: "cudnn", "flash", "efficient" or "math"."""
-    n_kv_head = model.n_kv_head or model.n_head
-    head_size = model.n_embd // model.n_head
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    q = torch.empty(1, model.n_head, model.block_size, head_size, **options)
-    k = torch.empty(1, n_kv_head, model.block_size, head_size, **options)
-    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=n_kv_head < model.n_head)
-    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import configure
-from common.text import first_line
 from data import DataError
 from data.mixture import check_sets
 from runtime import RankError, RunError, Stopped
@@ -82,9 +81,10 @@ def launch(argv: list[str], start: Callable[[configure.Config, list[str]], None]
         code = 2
     except Exception as error:  # most often another rank is lost
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            reason = " ".join(str(error).splitlines()[:2])  # "backend='inductor' raised:" is first
             print(
-                f"error: torch cannot compile the model ({first_line(error)}): set "
-                "--train.compile=off and start again",
+                f"error: torch cannot compile the model ({reason}): set --train.compile=off and "
+                "start again",
                 file=sys.stderr,
             )
             code = 2

@@ -249,7 +249,7 @@ def describe_plan(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
         summary,
         f"memory: {memory.describe_memory(plan.config.train.parallel, plan.memory, capacity)}",
     ]
-    lines += describe_kernels(config, plan.device, plan.dtype)
+    lines += describe_experts(config, plan.device, plan.dtype)
     if plan.device.type == "cpu" and plan.dtype == torch.float16:
         lines.append(
             "warning: float16 on a CPU takes 8 to 30 times as long as float32 (--train.dtype=auto)"
@@ -274,19 +274,10 @@ def describe_devices(device: torch.device, ranks: Ranks) -> str:
     return str(device)
 
 
-def describe_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Lines on the kernels that run on a GPU; none on a CPU, which has no choice."""
+def describe_experts(config: Config, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The backend that runs on a GPU; none on a CPU, which has no choice."""
     if device.type != "cuda":
         return []
     backend = choose_backend(config.model.backend, device, dtype)
-    experts = f"experts by {backend}"
-    if backend == "torch":
-        problem = find_triton_problem(device, dtype)
-        if problem:
-            experts += f", since triton {problem}"
-    lines = [experts]
-    if not config.data.document_mask:
-        attention = distributed.name_attention_kernel(config.model, device, dtype)
-        deterministic = ", deterministic" if config.train.deterministic else ""
-        lines.append(f"attention by {attention}{deterministic}")
-    return lines
+    problem = find_triton_problem(device, dtype) if backend == "torch" else ""
+    return [f"experts by {backend}, since triton {problem}" if problem else f"experts by {backend}"]

@@ -30,6 +30,7 @@ class Way(NamedTuple):
     ranks: int
     parallel: str
     ranks_per_node: int
+    n: int = 1  # train.expert_parallel
 
 
 WAYS = {
@@ -40,6 +41,10 @@ WAYS = {
     "fsdp-4": Way(4, "fsdp", 4),
     "hsdp-2x2": Way(4, "hsdp", 2),
     "zero2-2": Way(2, "zero2", 2),
+    "experts-2": Way(2, "ddp", 2, 2),
+    "experts-2x2": Way(4, "ddp", 4, 2),
+    "experts-fsdp": Way(4, "fsdp", 4, 2),
+    "experts-hsdp": Way(4, "hsdp", 2, 2),
 }
 # 4, 2 or 1 micro-batches a step
 ALL = [
@@ -76,7 +81,6 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
         "model.activation=silu",
         "model.n_shared_expert=1",
     ],
-    "blocks": ["model.dropout=0.1", "train.balance_loss_coef=0.1"],
     "inf": ["train.dtype=float16", "train.bias_update_rate=0.01", "train.max_steps=5"],
     # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.
     "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
@@ -104,15 +108,6 @@ MODELS["modern"] += [
     "model.activation=silu",
     "model.n_shared_expert=1",
 ]
-# Two rows of 8 tokens a step, each token to one expert of 16: a rank of two lacks at least 8 of
-# them.
-MODELS["idle"] = [
-    "model.router=kern-norelu",
-    "model.block_size=8",
-    "model.n_expert=16",
-    "model.top_k=1",
-]
-MODELS["idle"] += ["train.batch_size=2", "train.micro_batch_size=1"]
 # Interpreted, so as little as can be: 16 tokens a step.
 MODELS["triton"] = [
     "model.router=kern-norelu",
@@ -133,29 +128,26 @@ MODELS["again"] = [
 ]
 MODELS["again"] += ["train.ema_decay=0.75"]
 ANY = ("dense", "kern", "modern", "biased", "quantile", "cut", "windows", "triton", "muon")
-COMPARED = ("pair", *ANY, "idle", "saved")  # with a run on one rank
+COMPARED = ("pair", *ANY, "saved")  # with a run on one rank
 CASES = {
     f"{model} {way}": Case(model, way)
     for model, ways in {
         "pair": ["ddp-2"],
         "dense": ["ddp-2", "fsdp-2", "zero2-2"],
-        "kern": ["fsdp-2", "fsdp-4"],
+        "kern": ["fsdp-4", "experts-2x2"],
         "modern": ["ddp-2", "fsdp-2"],
-        "biased": ["fsdp-2", "ddp-4", "hsdp-2x2", "zero2-2"],
-        "idle": ["ddp-2", "fsdp-2"],
-        "quantile": ["ddp-2", "hsdp-2x2"],
+        "biased": ["ddp-4", "hsdp-2x2", "zero2-2", "experts-hsdp"],
+        "quantile": ["ddp-2", "experts-2"],
         "windows": ["fsdp-2"],
-        "muon": ["ddp-2", "hsdp-2x2"],
-        "inf": ["ddp-2", "fsdp-2"],
+        "muon": ["hsdp-2x2", "experts-fsdp"],
+        "inf": ["fsdp-2", "experts-2"],
     }.items()
     for way in ways
 }
 CASES["cut ddp-2"] = Case("cut", "ddp-2", ["train.micro_batch_size=4"])
 CASES["triton fsdp-2"] = Case("triton", "fsdp-2", ["model.backend=triton"])
-for way in ("ddp-2", "fsdp-2"):
-    CASES[f"blocks {way}"] = Case("blocks", way)
-    CASES[f"recomputed {way}"] = Case("blocks", way, ["train.activation_checkpointing=true"])
-RESHARDED = {"fsdp-2": ("ddp-2", "fsdp-4"), "ddp-2": ("zero2-2",)}  # saved under: resumed under
+# saved under: resumed under
+RESHARDED = {"fsdp-2": ("ddp-2", "fsdp-4", "experts-2x2"), "experts-2": ("zero2-2",)}
 for saved, ways in RESHARDED.items():
     CASES[f"saved {saved}"] = Case(
         "saved", saved, copies=tuple(f"{saved} to {way}" for way in ways)
@@ -167,8 +159,9 @@ RESUMED = [
     ("again", "hsdp-2x2"),
     ("early", "fsdp-2"),
     ("muon", "fsdp-2"),
+    ("again", "experts-2x2"),
+    ("muon", "experts-fsdp"),
 ]
-RESUMED += [("again", "zero2-2")]
 for model, way in RESUMED:
     CASES[f"{model} {way}"] = Case(model, way, copies=(f"{model} {way} resumed",))
     CASES[f"{model} {way} resumed"] = Case(model, way)
@@ -190,7 +183,6 @@ class Watch:
             "seeds": [],
             "loads": [],
             "warm_ups": [],
-            "block_passes": 0,
         }
 
     @contextmanager
@@ -217,8 +209,7 @@ class Watch:
         """
         self.parameters = list(model.parameters())
         model.register_forward_hook(self._after_forward)
-        model.blocks[0].ln_1.register_forward_hook(self._after_norm)
-        if self.case.model in ("pair", "idle"):
+        if self.case.model == "pair":
             for block in model.blocks:
                 block.mlp.router.selection_bias[3] = -10 - self.rank
         if self.case.model == "inf" and self.rank == 1:
@@ -240,19 +231,16 @@ class Watch:
                 out.stats.loads.sum(1)
             )
 
-    def _after_norm(self, *_):
-        self.seen["block_passes"] += bool(self.seen["weights"]) and torch.is_grad_enabled()
-
     def _before_experts(self, experts, args):
         """On the full parameter, which FSDP2 makes anew for every pass."""
         if torch.is_grad_enabled() and len(self.seen["weights"]) == 3:
             experts.w_in.register_hook(self._spoil)
 
     def _spoil(self, gradient):
-        """In step 3 the gradient of expert 0, which is in rank 0's shard."""
+        """In step 3 the gradient of rank 1's first expert, or of expert 0 in rank 0's shard."""
         if len(self.seen["weights"]) == 3:
             gradient = gradient.clone()
-            gradient[0] = torch.inf
+            local_part(gradient)[0] = torch.inf
         return gradient
 
 
@@ -264,8 +252,9 @@ def config_of(folder, name, seed):
     run.name.
     """
     case = CASES[name]
-    ranks, way, _ = WAYS[case.way]
+    ranks, way, _, n = WAYS[case.way]
     own = [seed, f"run.dir={(folder / name).as_posix()}", f"train.parallel={way}"]
+    own.append(f"train.expert_parallel={n}")
     return configure.load(folder / "tiny.toml", [*ALL, *MODELS[case.model], *own, *case.own], ranks)
 
 

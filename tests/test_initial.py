@@ -12,18 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_tiny
-from runs import Forked, meet_in, start_ranks, wait_for_ranks
+from runs import Forked
 from torch.distributed import destroy_process_group, init_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import configure
-from model import GPT
 from runtime import distributed
-from runtime.parallel import distribute, full_tensor, local_part
+from runtime.parallel import distribute, local_part
 from runtime.state import build_model, initialize
-from runtime.transfer import scale_initial_weights
 
-N_RANK = 4
 M_MMAP_THRESHOLD = -3  # malloc.h
 WAYS = [  # train.parallel, ranks of a node, train.expert_parallel
     ("ddp", 4, 1),
@@ -48,44 +45,6 @@ MODELS = [
         "optim.base_hidden=8",
     ],
 ]
-
-
-def build_full(config: configure.Config) -> GPT:
-    """The oracle: a model built in one go on the CPU."""
-    torch.manual_seed(config.run.seed)
-    model = GPT(config.model)
-    scale_initial_weights(model, config.optim)
-    return model
-
-
-def build_on_rank(folder: Path) -> None:
-    """Compare each way's weights with a full build's; leave the names of those that differ."""
-    meet_in(folder / "store")
-    with distributed.process_group(torch.device("cpu")) as ranks:
-        for overrides in MODELS:
-            own = [*overrides, "run.seed=7", "train.micro_batch_size=1"]
-            config = configure.load(folder / "tiny.toml", own, N_RANK)
-            wanted = build_full(config)
-            after = torch.rand(1)
-            for parallel, local_size, n in WAYS:
-                ranks = ranks._replace(local_size=local_size)
-                model = build_model(config, None)
-                assert all(p.is_meta for p in model.parameters())
-                fill = partial(initialize, config, None, ranks)
-                distribute(
-                    model, parallel, ranks, torch.float32, expert_parallel=n, initialize=fill
-                )
-                assert torch.equal(torch.rand(1), after), "other random numbers were drawn"
-                state = model.state_dict()
-                assert list(state) == list(wanted.state_dict())
-                for name, value in wanted.state_dict().items():
-                    assert torch.equal(full_tensor(state[name]), value), (parallel, n, name)
-
-
-@pytest.mark.integration
-def test_initial_weights_equal_a_full_build_bit_for_bit(corpus, tmp_path):
-    write_tiny(tmp_path, corpus)
-    wait_for_ranks(start_ranks(N_RANK, build_on_rank, tmp_path), 300)
 
 
 def peak_memory(name: str) -> int:

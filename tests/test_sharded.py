@@ -204,7 +204,7 @@ def test_shards_are_drawn_as_the_full_tensor(whole):
     wanted = torch.empty(16, 3).normal_(1.0, 2.0)
 
     def act(ranks: Ranks) -> tuple[Tensor, Tensor]:
-        mesh = parallel.build_mesh({"shard": ranks.world_size}, ranks, trial=False)
+        mesh = parallel.build_mesh({"shard": ranks.world_size}, ranks)
         zeros = torch.distributed.tensor.zeros(16, 3, device_mesh=mesh, placements=[SHARD])
         turn[ranks.rank].wait()  # one generator for all threads
         torch.manual_seed(5)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import pty
 import re
 import shutil
 import signal
@@ -226,26 +225,6 @@ def test_signals_that_nohup_ignores_stay_ignored(main, tiny, at):
     assert main(*HARD) == 0
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    "handler, max_steps, code", [(signal.SIG_DFL, 10**6, EXIT_CODE), (signal.SIG_IGN, 30, 0)]
-)
-def test_train_py_when_its_terminal_is_closed(tiny_file, tiny, handler, max_steps, code):
-    """It saves and exits; where SIGHUP is ignored, it goes on without its output."""
-    pid, terminal = pty.fork()
-    if not pid:
-        signal.signal(signal.SIGHUP, handler)  # pytest itself may run under nohup
-        os.chdir(runs.REPO_ROOT)
-        arguments = ["train.py", tiny_file, f"--train.max_steps={max_steps}"]
-        os.execv(sys.executable, [sys.executable, *arguments])
-    written = b""
-    while b"val loss" not in written:
-        written += os.read(terminal, 1000)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code, written
-    assert steps(tiny())
-
-
 # ---- being asked to stop: two ranks
 LAUNCHER = ("SIGUSR1", "SIGKILL")  # what torchrun is sent in step 4
 TWO = [*HARD, "train.micro_batch_size=2", "train.timeout_minutes=5"]
@@ -398,24 +377,6 @@ def test_error_of_the_first_rank_alone_ends_all_at_once(resumed, module_file):
 
 
 # ---- checkpoints that are damaged, and not written
-@pytest.mark.parametrize("finished", [True, False])
-def test_run_with_a_damaged_newest_checkpoint_ends_like_an_undisturbed_one(
-    main, tiny, undisturbed, capsys, finished
-):
-    """Also one that had finished: its last checkpoint is trained again."""
-    assert main(*HARD) == 0
-    flip(checkpoints(tiny()) / "step_00000007/__0_0.distcp", 999)
-    shutil.rmtree(checkpoints(tiny()) / "step_00000006")
-    if not finished:
-        file = folder.path_of(tiny()) / "metrics.jsonl"
-        # as a kill leaves it that comes while the last evaluation is written
-        file.write_text(file.read_text()[:-20])
-    capsys.readouterr()
-    assert main(*HARD) == 0
-    output = capsys.readouterr().out
-    assert "step_00000007/__0_0.distcp: damaged" in output and "from step 3" in output
-    assert end(tiny(*HARD)) == undisturbed
-    assert main(*HARD) == 0 and "finished already, 7 steps" in capsys.readouterr().out
 
 
 def test_run_that_went_beyond_its_end_is_finished(tiny, capsys):
@@ -614,17 +575,6 @@ def test_a_run_that_changed_since_it_was_planned_is_left_alone(
 
 
 # ---- micro-batches, changed
-@pytest.mark.numerics
-def test_changed_micro_batches_in_the_middle_of_a_log_interval_leave_its_means_right(tiny):
-    own = ["log.interval=4", "train.checkpoint_interval=2", "model.router=kern-norelu"]
-    seed, at_once = runs.run_with_margin(tiny, *own)
-    own += [seed, "run.name=parts"]
-    run(tiny(*own))
-    shutil.rmtree(checkpoints(tiny(*own)) / "step_00000004")
-    parts = run(tiny(*own, "train.micro_batch_size=2"))
-    runs.assert_same_columns(
-        parts, at_once, "train/loss", "router/entropy", "router/load_imbalance"
-    )
 
 
 if __name__ == "__main__":

@@ -21,15 +21,12 @@ from data.loader import Loader
 from model import GPT
 from runtime import RunError, checkpoint, folder
 from runtime.optimizers import (
-    NEWTON_SCHULZ,
     HalfCopies,
-    Muon,
     Optimizers,
-    allocate_moments,
     build_optimizer,
 )
 from runtime.runs import Run
-from runtime.updates import BAD_LOSS, WINDOW, Updates, WeightAverage
+from runtime.updates import BAD_LOSS, WINDOW, Updates
 
 # ---- against torch in float64
 SMALL = Model(
@@ -521,52 +518,6 @@ def test_spikes_are_reported_at_the_next_log_line_and_not_again_after_a_resume(
         ] * len(reports)
 
 
-def test_a_constant_on_the_gates_is_a_rate_of_w_out():
-    """docs/theory.md, section 7, in float64: gates of 4 times the size, or w_out of 4 times the
-    size and the rate.
-    """
-
-    def train_model(factor, gates=1.0):
-        torch.manual_seed(0)
-        model = GPT(SMALL.model_copy(update={"gate_scale": gates})).double()
-        for block in model.blocks:
-            block.mlp.experts.w_out.data *= factor
-        optim = Optim(lr=1e-2, expert_out_lr_ratio=factor, weight_decay=0.0, eps=1e-30)
-        optimizer = build_optimizer(model, optim)
-        losses, tokens = (
-            [],
-            torch.randint(11, (5, 4, 5), generator=torch.Generator().manual_seed(1)),
-        )
-        for batch in tokens:
-            for group in optimizer.param_groups:
-                group["lr"] = optim.lr * group["lr_ratio"]
-            loss = model(batch[:, :-1], batch[:, 1:]).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    larger_gates = train_model(1.0, gates=4.0)
-    assert larger_gates == pytest.approx(train_model(4.0), rel=1e-9)
-    assert abs(larger_gates[-1] - train_model(1.0)[-1]) > 1e-3
-
-
-def test_an_error_while_the_model_has_the_mean():
-    """The weights are back afterwards, and the mean is as it was."""
-    model = GPT(SMALL)
-    average = WeightAverage(model, 0.9)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for mean in average.tensors.values():
-        mean.zero_()
-    with pytest.raises(KeyError, match="in an evaluation"), average.in_model():
-        assert not any(p.any() for p in model.parameters())
-        raise KeyError("in an evaluation")
-    for name, p in model.named_parameters():
-        assert p.equal(weights[name])
-        assert not average.tensors[name].any()
-
-
 # ---- Muon: steps against an SVD in float64 and against torch's own AdamW
 SHAPES = {
     "wide": (5, 12),
@@ -575,105 +526,3 @@ SHAPES = {
     "experts": (9, 4, 7),
     "tall experts": (3, 7, 4),
 }
-
-
-def exact(x):
-    """U p(S) Vᵀ by an SVD, where p repeats the quintic on singular values over their norm."""
-    u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
-    s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True).clamp_min(1e-30)
-    for _ in range(5):
-        s = NEWTON_SCHULZ[0] * s + NEWTON_SCHULZ[1] * s**3 + NEWTON_SCHULZ[2] * s**5
-    return u * s.unsqueeze(-2) @ vt
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("scaled", [False, True])
-def test_steps_equal_an_svd_in_float64(scaled):
-    """Momentum, Nesterov's form, decay, clipping, a step that is skipped; a bias beside them
-    follows AdamW.
-    """
-    start = [torch.randn(shape, generator=seeded(i)) for i, shape in enumerate(SHAPES.values())]
-    mine, bias = [torch.nn.Parameter(p.clone()) for p in start], torch.nn.Parameter(torch.ones(3))
-    twin = torch.nn.Parameter(bias.detach().clone())
-    muon = Muon([{"params": mine, "weight_decay": 0.1, "momentum": 0.9}], lr=1.0, splits={})
-    beside = torch.optim.AdamW([bias], lr=1.0, weight_decay=0.0, fused=True)
-    optimizer = Optimizers([muon, beside])
-    allocate_moments(optimizer)
-    updates = Updates(optimizer, Config(optim=Optim(grad_clip=0.5)), scaled)
-    adamw = torch.optim.AdamW([twin], weight_decay=0)
-    weights, means = (
-        [p.double() for p in start],
-        [torch.zeros_like(p, dtype=torch.float64) for p in start],
-    )
-    for step in range(6):
-        drawn = [
-            torch.randn(p.shape, generator=seeded(100 * step + i))
-            for i, p in enumerate((*mine, bias))
-        ]
-        drawn[3][2] = 0  # an expert that is idle
-        if step == 3:
-            drawn[1][0, 0] = torch.inf
-        for p, gradient in zip((*mine, bias), drawn, strict=True):
-            p.grad = gradient * updates.scale
-        lr = 0.02 * (step + 1)
-        with Operators() as host:
-            taken = updates.step(step, lr, torch.tensor(1.0, dtype=torch.float64))
-        assert not HOST_READS & {*host.names} and taken == (step != 3)
-        if step == 3:
-            continue
-        norm = torch.cat([gradient.flatten() for gradient in drawn]).norm().double()
-        for i, gradient in enumerate(drawn[:-1]):
-            gradient = gradient.double() * min(1.0, 0.5 / (norm + 1e-6))
-            means[i] = 0.9 * means[i] + 0.1 * gradient
-            ahead = exact(0.9 * means[i] + 0.1 * gradient)
-            weights[i] = (
-                weights[i] * (1 - 0.1 * lr) - lr * 0.2 * max(gradient.shape[-2:]) ** 0.5 * ahead
-            )
-        twin.grad, adamw.param_groups[0]["lr"] = (
-            drawn[-1] * min(1.0, 0.5 / (norm + 1e-6)).float(),
-            lr,
-        )
-        adamw.step()
-    for p, weight, mean in zip(mine, weights, means, strict=True):
-        assert_near(p, weight, tolerance(torch.float32, 60, roundings=60), "weights")
-        assert_near(
-            optimizer.state[p]["exp_avg"], mean, tolerance(torch.float32, 60, roundings=20), "means"
-        )
-        assert optimizer.state[p]["step"] == 5
-    assert_near(bias, twin, tolerance(torch.float32, 60, roundings=20), "bias")
-
-
-def test_which_parameters_muon_takes():
-    shape = Model(
-        n_layer=1,
-        n_head=2,
-        n_embd=8,
-        vocab_size=16,
-        n_expert=4,
-        top_k=2,
-        bias=True,
-        tie_embeddings=False,
-    )
-    model = GPT(shape)
-    optimizer = build_optimizer(model, Optim(name="muon", router_lr_ratio=0.5))
-    names = {p: name for name, p in model.named_parameters()}
-    groups = {
-        frozenset(names[p] for p in group["params"]): group for group in optimizer.param_groups
-    }
-    matrices = {f"blocks.0.attn.{name}.weight" for name in ("qkv", "proj")}
-    matrices |= {f"blocks.0.mlp.experts.{name}" for name in ("w_in", "w_out")}
-    assert [names for names, group in groups.items() if "momentum" in group] == [matrices]
-    routers = frozenset(name for name in names.values() if ".router." in name)
-    assert {
-        name for of, group in groups.items() if group["lr_ratio"] == 0.5 for name in of
-    } == routers
-    decayed = {name for of, group in groups.items() if group["weight_decay"] for name in of}
-    assert decayed == {
-        *matrices,
-        "wte.weight",
-        "wpe.weight",
-        "lm_head.weight",
-        "blocks.0.mlp.router.weight",
-    }
-    # steps and one mean
-    assert {len(optimizer.state[p]) for p, name in names.items() if name in matrices} == {2}
