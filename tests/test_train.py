@@ -208,6 +208,17 @@ def test_metrics_are_means_over_the_log_interval(tiny):
     assert [line["step"] for line in pairs if "train/loss" in line] == [2, 4]
 
 
+def test_measures_of_micro_batches_are_those_of_the_batch(tiny):
+    lines = []
+    for size in (8, 2):
+        lines.append(run(tiny(f"run.name={size}", f"train.micro_batch_size={size}"))[1])
+    for name in ("train/loss", "router/zero_gates"):
+        assert lines[0][name] == pytest.approx(lines[1][name], rel=1e-4), name
+    for name in ("entropy", "gate_norm", "gate_sum"):
+        key = f"router/{name}_of_layers"
+        assert lines[0][key] == pytest.approx(lines[1][key], rel=1e-4), name
+
+
 # ---- refusals, before anything is made
 @pytest.mark.parametrize("local_rank, printed", [("0", "error on rank 3: "), ("1", "")])
 def test_missing_data_is_named_once_per_node(tiny_file, monkeypatch, capsys, local_rank, printed):
