@@ -134,12 +134,6 @@ def test_gates_are_matched_on_equal_ranks_as_on_one(tiny, monkeypatch):
         told.append(match_gates.match_gates(model, old, batches, autocast, ranks))
         assert len(read) == math.ceil(4000 / (1536 * ranks.world_size)) and model.training
     assert told[0] == told[1] and told[0].endswith(", 1, 1")
-    inputs = []  # of the first layer: the same in both models
-    first = model.blocks[0].mlp.router
-    first.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    model(x)
-    norms = [router(inputs[0]).weights.norm().item() for router in (first, old[next(iter(old))])]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 @pytest.mark.usefixtures("few_tokens")

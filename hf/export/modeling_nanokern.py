@@ -458,11 +458,10 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
         counted = torch.ones_like(x[..., 0])  # (B, T)
         if attention_mask is not None and attention_mask.dim() == 2:
             counted = attention_mask[:, -x.shape[1] :]  # the mask has columns of the cache, too
-        mixtures = [layer.mlp for layer in self.model.layers if not layer.is_dense]
         losses = []
-        for mixture, logits in zip(mixtures, router_logits, strict=True):
-            if not mixture.chooses_by_id:
-                router = getattr(mixture.router, "base_layer", mixture.router)  # in PEFT's wrapper
+        for layer, logits in zip(self.model.layers, router_logits, strict=False):  # dense: none
+            if not layer.mlp.chooses_by_id:
+                router = getattr(layer.mlp.router, "base_layer", layer.mlp.router)  # PEFT's wrapper
                 loss = load_balancing_loss(router, logits, counted.flatten())
                 losses.append(loss.to(x.device))
         return torch.stack(losses).mean() if losses else x.new_zeros(())
