@@ -249,6 +249,7 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, kind):
     if kind == "hash":
         assert "n_hash_layer changes from 1 to 0" in words
         assert "not used: mlp.router.hash_table" in words
+        assert remedy(refused(tiny(*EXPORTED[kind], place, "model.top_k=1"))) == ["--model.top_k=2"]
     if kind == "modern":  # e125ff1 had exports whose first layer is dense
         edit(tmp_path / "export/config.json", n_dense_layer=1)
         words = "n_dense_layer is 1, and model.py computes 0 only"
