@@ -20,7 +20,7 @@ import pandas as pd
 
 from common.text import plural
 from configure.schema import KEYS, read_router_names, select_keys
-from report.compare import Difference, Verdict, clustered, judge, paired
+from report.compare import UNDECIDED, Difference, clustered, judge, paired
 from report.labels import (
     count_values,
     describe,
@@ -48,13 +48,21 @@ Place = tuple[Any, int]  # a value of the report's key, None without a key; a se
 class Comparison(NamedTuple):
     """Two variants and the difference of their losses, left minus right.
 
-    `over` says what its interval is over: a number of seeds, documents, or "-" without an interval.
+    Attributes:
+        left: variant.
+        right: variant.
+        difference: of the means over the rows that are compared.
+        over: what its interval is over: a number of seeds, documents, or "-" without an interval.
+        verdict: what its family says of the left one, such as "lower".
+        p: by Holm's correction; NaN with few seeds.
     """
 
     left: str
     right: str
     difference: Difference
     over: str
+    verdict: str = UNDECIDED
+    p: float = math.nan
 
 
 @dataclass(eq=False)
@@ -189,9 +197,7 @@ def find_pairs(group: Group, baseline: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def compare_group(
-    group: Group, baseline: str = "kern", margin: float = 0.0
-) -> list[tuple[Comparison, Verdict]]:
+def compare_group(group: Group, baseline: str = "kern", margin: float = 0.0) -> list[Comparison]:
     """Every pair of a group at the end, as one family. Nothing is compared before training."""
     found = []
     if group.key or any(group.ends):
@@ -200,7 +206,11 @@ def compare_group(
             if comparison is not None:
                 found.append(comparison)
     verdicts = judge([comparison.difference for comparison in found], margin)
-    return list(zip(found, verdicts, strict=True))
+    judged = []
+    for pair, (text, p) in zip(found, verdicts, strict=True):
+        few = f" ({plural(pair.difference.n, 'seed')})" if math.isnan(p) else ""
+        judged.append(pair._replace(verdict=text + few, p=p))
+    return judged
 
 
 def group_runs(runs: Sequence[Run], key: str | None = None) -> tuple[list[Group], list[str]]:

@@ -20,8 +20,6 @@ VALUES = {  # column: (name in metrics.jsonl, format)
     "val loss": ("val/loss", ".4f"),
     "MFU": ("perf/mfu", ".1%"),
 }
-COLUMNS = ("run", "settings", "state", "step", "train loss", "val loss", "best", "tokens/s")
-COLUMNS += ("MFU", "left", "trouble")
 IMPORTANT = ("run", "state", "val loss", "trouble", "left", "step", "best", "train loss")
 SETTING_KEYS = select_keys("report", "setting")
 KEYS_IN_ORDER = ["model.router", "run.seed", *SETTING_KEYS, *select_keys("report", "option")]
@@ -46,13 +44,12 @@ def build_overview(runs: Sequence[Run]) -> Table:
         if run.config.train.branch_from:
             labels.append(f"branch of {run.config.train.branch_from}")
         settings_label = escape_controls(join_labels(dict.fromkeys(labels)))
-        rows.append(describe_run(run) | {"settings": settings_label})
-    columns = [name for name in COLUMNS if any(row.get(name) for row in rows)]
-    return Table(columns, rows, "Runs", IMPORTANT)
+        rows.append({"run": "", "settings": settings_label} | describe_run(run))
+    return Table("Runs", rows, IMPORTANT)
 
 
 def describe_run(run: Run) -> dict[str, str]:
-    """Most of COLUMNS of a run; those that are unknown are empty.
+    """The cells of a run but its settings; those that are unknown are empty.
 
     tokens/s is the median of the run's last five logs.
     """
@@ -63,8 +60,8 @@ def describe_run(run: Run) -> dict[str, str]:
         row[column] = f"{run.newest[name]:{form}}" if name in run.newest else ""
     losses = run.series("val/loss")
     best_step = min(losses, key=lambda step: losses[step], default=0)
-    if best_step < run.last_evaluated:
-        row["best"] = f"{losses[best_step]:.4f} at {best_step:,}"
+    is_past = best_step < run.last_evaluated
+    row["best"] = f"{losses[best_step]:.4f} at {best_step:,}" if is_past else ""
     speeds = list(run.series("perf/tokens_per_sec").values())[-5:]
     speed = median(speeds) if speeds else 0.0
     row["tokens/s"] = f"{speed:,.0f}" if speeds else ""

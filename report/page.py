@@ -1,9 +1,5 @@
-"""The page of a report: page.html, filled in. It is one file that needs no other.
+"""The page of a report: page.html, filled in. It is one file that needs no other."""
 
-Text in a cell may use **bold** and `code`. HTML in it, such as in the name of a folder, is escaped.
-"""
-
-import re
 import shlex
 import subprocess
 import time
@@ -13,11 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jinja2 import Template
-from markupsafe import Markup, escape
 
 from report import tables
 from report.blocks import Table
-from report.compare import UNDECIDED, Verdict
+from report.compare import UNDECIDED
 from report.frame import MIN_SEEDS, Comparison, Group, compare_group, group_runs
 from report.overview import build_overview, count_states
 from report.paper import build_paper_table, check_experiment
@@ -78,19 +73,16 @@ def build_section(group: Group, args: Namespace) -> Section:
     return Section(group.label or "Loss", tables.describe_group(group), pictures, shown)
 
 
-def describe_verdicts(
-    pairs: Sequence[tuple[Comparison, Verdict]], group: Group, baseline: str
-) -> str:
+def describe_verdicts(pairs: Sequence[Comparison], group: Group, baseline: str) -> str:
     """The variants whose loss is decided to differ from the baseline's, and how many are not."""
     if not group.runs:
         return "These runs are not compared yet."
-    texts = []
-    for pair, verdict in sorted(pairs, key=lambda pair: pair[0].difference.mean):
-        if baseline in (pair.right, group.router(pair.right)):
-            texts.append(f"{pair.left} {verdict.text}")
-    decided = [text for text in texts if not text.endswith(UNDECIDED)]
+    with_baseline = [p for p in pairs if baseline in (p.right, group.router(p.right))]
+    with_baseline.sort(key=lambda pair: pair.difference.mean)
+    decided = [f"{p.left} {p.verdict}" for p in with_baseline if UNDECIDED not in p.verdict]
+    n_undecided = len(with_baseline) - len(decided)
     names = ", ".join(decided) or "nothing"
-    return f"Against {baseline}: decided: {names}; undecided: {len(texts) - len(decided)}."
+    return f"Against {baseline}: decided: {names}; undecided: {n_undecided}."
 
 
 def format_page(
@@ -107,19 +99,9 @@ def format_page(
         origin=describe_origin(command),
         min_seeds=MIN_SEEDS,
         spread=tables.SPREAD,
-        format_text=format_text,
     )
     # a name of a folder may have bytes that are not UTF-8
     return page.encode(errors="backslashreplace")
-
-
-def format_text(text: str) -> Markup:
-    """Text as HTML, with bold and code; lines do not break in an interval or after ±."""
-    text = str(escape(text))
-    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
-    text = re.sub(r"`(.+?)`", r"<code>\1</code>", text)
-    text = re.sub(r"\[[^] ]*, [^] ]*\]| ± ", lambda match: match[0].replace(" ", "\u00a0"), text)
-    return Markup(text)
 
 
 def describe_origin(command: Sequence[str]) -> str:
@@ -128,4 +110,4 @@ def describe_origin(command: Sequence[str]) -> str:
     described = subprocess.run(git, cwd=TEMPLATE.parent, capture_output=True, text=True)
     commit = described.stdout.strip() or "unknown"
     date = format_time(time.time())
-    return f"{date}, commit {commit}: `python -m {shlex.join(command)}`"
+    return f"{date}, commit {commit}: python -m {shlex.join(command)}"

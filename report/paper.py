@@ -32,19 +32,17 @@ def build_paper_table(experiment: str, values: Mapping[str, Any]) -> Table:
     the paper's, of 50,000. The table is empty if the paper prints none.
     """
     numbers = find_paper_table(experiment, values)
-    table = Table(["paper at step"], title="The paper's losses")
+    rows = []
     for router, losses in numbers.get("loss", {}).items():
         row = {"paper at step": router}
-        deviations = numbers.get("std", {}).get(router, {})
         for steps, loss in losses.items():
             row[steps] = f"{loss:.4f}"
-            if steps in deviations:
-                row[steps] += f" ± {deviations[steps]:.4f}"
+            if "std" in numbers:
+                row[steps] += f" ± {numbers['std'][router][steps]:.4f}"
             if f"{router} {steps}" in numbers.get("doubtful", {}):
                 row[steps] += "?"
-        table.rows.append(row)
-        table.columns += [steps for steps in losses if steps not in table.columns]
-    return table
+        rows.append(row)
+    return Table("The paper's losses", rows)
 
 
 def check_experiment(experiment: str) -> None:

@@ -6,7 +6,7 @@
     add_legend(figure)
     figure.savefig("losses.png")
 
-The report, scripts.fit and scripts.draw use it. A picture shows zero and whole intervals, has one
+The report uses it, and so should whatever draws. A picture shows zero and whole intervals, has one
 legend for all its panels, and can be read in grey: routers differ in marker and line style.
 """
 
@@ -146,14 +146,11 @@ def scale_key(axes: Axes, ticks: Mapping[float, str]) -> None:
 
 
 def add_legend(figure: Figure) -> None:
-    """Add one legend below all panels; a label that several have is there once."""
-    handles = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles[label] = handle
+    """Add one legend below all panels, of the first one's labels."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
     columns = round(figure.get_figwidth() / PANEL[0])
     figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(handles) / columns))
-    figure.legend(handles.values(), handles, loc="outside lower left", frameon=False, ncols=columns)
+    figure.legend(handles, labels, loc="outside lower left", frameon=False, ncols=columns)
 
 
 def plot_loads(axes: Axes, loads: np.ndarray) -> None:
@@ -168,7 +165,7 @@ def plot_loads(axes: Axes, loads: np.ndarray) -> None:
     rows, experts = np.nonzero(loads == 0)
     axes.plot(experts, rows, "x", color="#D55E00", markersize=3, scalex=False, scaley=False)
     axes.grid(visible=False)
-    axes.figure.colorbar(image, ax=axes, label="load, 1 = even share (×: no token)")
+    axes.figure.colorbar(image, ax=axes, label="load, 1 = even (×: none)")
 
 
 def to_svg(figure: Figure) -> bytes:

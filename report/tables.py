@@ -13,7 +13,6 @@ import pandas as pd
 from balance import MEASURES
 from common.text import plural
 from report.blocks import Table
-from report.compare import Verdict
 from report.frame import Comparison, Group
 from report.labels import format_tick, format_value, join_labels, name_unit
 from runtime.memory import count_parameters
@@ -65,34 +64,27 @@ def build_loss_table(group: Group) -> Table:
     name = f"{group.key or 'loss at step'}, {SPREAD}"
     cells = summarize(group.losses.loc[list_rows(group)])
     cells.columns = [format_tick(group.key, row) for row in cells.columns]
-    table = Table([name, "seeds", *cells.columns], title="Losses")
-    table.important = [name, "seeds", *reversed(cells.columns)]
+    rows = []
     for variant, row in cells.to_dict("index").items():
-        n_seeds = len(group.losses[variant].columns)
-        table.rows.append({name: f"**{variant}**", "seeds": str(n_seeds), **row})
-    return table
+        rows.append({name: variant, "seeds": str(len(group.losses[variant].columns)), **row})
+    return Table("Losses", rows, [name, "seeds", *reversed(cells.columns)])
 
 
-def build_pairs_table(group: Group, pairs: Sequence[tuple[Comparison, Verdict]]) -> Table:
+def build_pairs_table(group: Group, pairs: Sequence[Comparison]) -> Table:
     """A row for each pair, the largest difference first.
 
     Over a key it has the difference at each value, and the mean, which is judged.
     """
-    table = Table(["first", "second"], title="Pairs")
-    table.columns += [format_tick(group.key, x) for x in group.ends if group.key]
-    table.columns += [MINUS, "interval over", "first is", "Holm's p"]
-    table.important = ["first", "second", MINUS, "first is"]
-    for pair, verdict in sorted(pairs, key=lambda pair: -abs(pair[0].difference.mean)):
+    rows = []
+    for pair in sorted(pairs, key=lambda pair: -abs(pair.difference.mean)):
         row = {"first": pair.left, "second": pair.right}
         for x in group.ends if group.key else ():
             at_x = group.compare(pair.left, pair.right, [x])
             row[format_tick(group.key, x)] = str(at_x.difference) if at_x else ""
-        few = f" ({plural(pair.difference.n, 'seed')})" if math.isnan(pair.difference.p) else ""
-        row |= {MINUS: str(pair.difference), "interval over": pair.over}
-        row |= {"first is": f"**{verdict.text}{few}**"}
-        row["Holm's p"] = "-" if few else f"{verdict.p:.2g}"
-        table.rows.append(row)
-    return table
+        row |= {MINUS: str(pair.difference), "interval over": pair.over, "first is": pair.verdict}
+        row["Holm's p"] = "-" if math.isnan(pair.p) else f"{pair.p:.2g}"
+        rows.append(row)
+    return Table("Pairs", rows, ["first", "second", MINUS, "first is"])
 
 
 def find_measures(group: Group) -> dict[str, tuple[str, str]]:
@@ -123,14 +115,13 @@ def build_measure_table(group: Group) -> Table:
             end = group.ends[0]
             values = values.loc[:end].ffill().tail(1).rename(index=lambda _, end=end: end)
         columns[name] = summarize(values, form).stack()
-    head = f"at the end, {SPREAD}"
-    table = Table([head, *columns], title="Measures")
     cells = pd.DataFrame(columns).fillna("")
+    rows = []
     for (variant, x), row in zip(cells.index.tolist(), cells.to_dict("records"), strict=True):
+        label = format_value(group.key, x) if group.key else ""
         if any(row.values()):
-            label = format_value(group.key, x) if group.key else ""
-            table.rows.append({head: join_labels([variant, label]), **row})
-    return table
+            rows.append({f"at the end, {SPREAD}": join_labels([variant, label]), **row})
+    return Table("Measures", rows)
 
 
 def describe_group(group: Group) -> str:
@@ -146,6 +137,6 @@ def describe_group(group: Group) -> str:
     for total, active in sorted({count_parameters(r.config.model) for r in group.shown}):
         sizes.append(f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active")
     return (
-        f"`{run.config.data.label}`: {steps} steps of {tokens:,} tokens; {windows}. "
+        f"{run.config.data.label}: {steps} steps of {tokens:,} tokens; {windows}. "
         f"{' or '.join(sizes)}. Losses in {name_unit(run)}."
     )

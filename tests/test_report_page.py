@@ -136,7 +136,7 @@ def test_styles_can_be_told_apart_in_grey():
 def read_page(out):
     """The page in a folder without tags, and its images."""
     page = (out / "report.html").read_text()
-    text = html.unescape(re.sub("<[^>]*>", " ", page)).replace("\u00a0", " ")
+    text = html.unescape(re.sub("<[^>]*>", " ", page))
     return re.sub(r"\s+", " ", text), re.findall(r'<img alt="([^"]*)" src="data:image/svg', page)
 
 
@@ -171,14 +171,14 @@ def test_the_page_and_the_terminal_have_what_the_files_have(tmp_path, call):
 
 
 def test_names_cannot_break_the_page():
-    table = Table(["a|b", "c"], [{"a|b": "<i>", "c": "1 ± 2 in [-1, 2]"}])
+    table = Table("Losses", [{"a|b": "<i>", "c": "1 ± 2", "empty": ""}])
     picture = pictures.Picture(b"<svg/>", "<u>")
-    section = Section("<b> & co", "**b** `c` <script>", [picture], [table])
+    section = Section("<b> & co", "c <script>", [picture], [table])
     args = report.build_report_parser().parse_args(["runs", "--follow", "--every=7"])
     page = format_page(Report([], [], ["1 < 2"]), [section], args, ["report", "<script>"]).decode()
     assert "<script" not in page and "<u>" not in page and "<i>" not in page
-    assert "<b>b</b> <code>c</code> &lt;script&gt;" in page
-    assert "1\u00a0±\u00a02 in [-1,\u00a02]" in page and "<li>1 &lt; 2.</li>" in page
+    assert "c &lt;script&gt;" in page and "<li>1 &lt; 2.</li>" in page and "1 ± 2" in page
+    assert "<th>a|b</th><th>c</th></tr>" in page
     assert '<meta http-equiv="refresh" content="7.0">' in page
 
 
