@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from attention import KVCache
 from data.tokenizer import Tokenizer
@@ -58,14 +57,14 @@ def sample_token(
 @torch.no_grad()
 def generate(
     model: GPT,
-    prompts: Sequence[Sequence[int]],
+    prompt: Sequence[int],
     count: int,
     params: SamplingParams,
     generator: torch.Generator | None = None,
     vocab_size: int | None = None,
     end: int | None = None,
-) -> Iterator[list[int | None]]:
-    """Continue each prompt by at most `count` tokens.
+) -> Iterator[int]:
+    """Continue a prompt by at most `count` tokens.
 
     The model sees the last block_size tokens. Keys and values are cached while all tokens fit;
     after that each token costs a forward pass over the whole window, because the positions in it
@@ -73,41 +72,28 @@ def generate(
 
     Args:
         model: in evaluation mode.
-        prompts: token ids; none of them empty.
-        count: new tokens per prompt, at most.
+        prompt: token ids, at least one.
+        count: new tokens, at most.
         params: how to sample.
         generator: on the model's device; torch's own by default.
         vocab_size: larger ids only pad the model's vocabulary and are never sampled.
-        end: the id that ends a text.
-
-    Yields:
-        One new token for each prompt; None once the prompt's text has ended.
+        end: the id that ends the text; it is not yielded.
     """
-    device = model.head.device
     block = model.config.block_size
-    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
-    idx = pad_sequence(rows, batch_first=True, padding_side="left")  # (B, T), T grows
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    start = idx.shape[1] - lengths  # (B,) where each prompt starts
-    ended = [False] * len(prompts)
-    new = idx  # tokens that are not in the cache yet
+    idx = torch.tensor([prompt], device=model.head.device)  # (1, T), T grows
+    start = torch.zeros(1, dtype=torch.int64, device=idx.device)
     cache = KVCache(model.config, start, block)
+    new = idx[:, -block:]  # tokens that are not in the cache yet
     for _ in range(count):
         if cache.length + new.shape[1] > block:
             new = idx[:, -block:]
-            dropped = idx.shape[1] - block
-            cache = KVCache(model.config, (start - dropped).clamp(min=0), block)
-        logits = model(new, past=cache).logits[:, -1, :vocab_size]  # (B, V)
-        token = sample_token(logits, params, generator)  # (B,)
-        sampled: list[int | None] = token.tolist()
-        for row, is_ended in enumerate(ended):
-            ended[row] = is_ended or sampled[row] == end
-            if is_ended:
-                sampled[row] = None
-        yield sampled
-        if all(ended):
+            cache = KVCache(model.config, start, block)
+        logits = model(new, past=cache).logits[:, -1, :vocab_size]  # (1, V)
+        new = sample_token(logits, params, generator)[:, None]  # (1, 1)
+        token = int(new.item())
+        if token == end:
             return
-        new = token[:, None]
+        yield token
         idx = torch.cat([idx, new], dim=1)
 
 
@@ -125,30 +111,32 @@ def encode_prompt(tokenizer: Tokenizer, text: str, block_size: int) -> list[int]
     return [tokenizer.eot, *ids]
 
 
-def continue_prompts(
+def continue_text(
     model: GPT,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompt: str,
     count: int,
     params: SamplingParams,
     seed: int,
-    end: bool,
-) -> Iterator[list[list[int]]]:
-    """Continue prompts, each the start of a document, by at most `count` tokens.
+    end: bool = True,
+) -> Iterator[str]:
+    """Yield a prompt, the start of a document, then what each of at most `count` tokens adds.
 
-    With `end` a text stops at its end-of-text token. Yields after each step the lists of all ids so
-    far, without end-of-text; they are the same lists each time. Raises as `encode_prompt`.
+    A character waits for its last byte. With `end` the text stops where its document does. Raises
+    ValueError as `encode_prompt`.
     """
-    block = model.config.block_size
-    rows = [encode_prompt(tokenizer, prompt, block) for prompt in prompts]
-    texts = [row[1:] for row in rows]
-    last = tokenizer.eot if end else None
+    ids = encode_prompt(tokenizer, prompt, model.config.block_size)
     generator = torch.Generator(model.head.device).manual_seed(seed)
-    for tokens in generate(model, rows, count, params, generator, tokenizer.vocab_size, last):
-        for text, token in zip(texts, tokens, strict=True):
-            if token is not None and token != last:
-                text.append(token)
-        yield texts
+    last = tokenizer.eot if end else None
+    shown = text = tokenizer.decode(ids[1:])
+    yield text
+    for token in generate(model, ids, count, params, generator, tokenizer.vocab_size, last):
+        ids.append(token)
+        text = tokenizer.decode(ids[1:])
+        whole = text.rstrip("\ufffd")
+        yield whole[len(shown) :]
+        shown = max(shown, whole, key=len)
+    yield text[len(shown) :]
 
 
 def generate_text(
@@ -164,8 +152,5 @@ def generate_text(
     At temperature 0 each token is the most likely one. Equal seeds give equal texts. Raises
     ValueError as `encode_prompt` does.
     """
-    ids = tokenizer.encode(prompt)
     params = SamplingParams(temperature)
-    for texts in continue_prompts(model, tokenizer, [prompt], tokens, params, seed, end=True):
-        ids = texts[0]
-    return tokenizer.decode(ids)
+    return "".join(continue_text(model, tokenizer, prompt, tokens, params, seed))

@@ -3,58 +3,36 @@
     python -m scripts.sample runs/quickstart-kern --prompt "def " --tokens 400 --top-k 50
 
 A text ends with its document (not with --ignore-end) or after --tokens. It goes to stdout while it
-is sampled, the speed to stderr. Several prompts are one batch, and their texts are printed at the
-end.
+is sampled, the speed to stderr. Several prompts are continued one after the other.
 """
 
-import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from common.command import build_parser, command, run_command
 from common.text import escape_controls
-from data.tokenizer import Tokenizer
-from eval.generation import SamplingParams, continue_prompts
+from eval.generation import SamplingParams, continue_text
 from eval.trained import add_device_argument, add_run_arguments, load_run
-from model import GPT
 from runtime import distributed
 
 # Besides what prints; the last three are spaces and the joiner of emojis.
 KEPT = "\n\t\u00a0\u3000\u200d"
 
 
-def print_continuations(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    args: argparse.Namespace,
-    params: SamplingParams,
-) -> None:
-    """Print prompts and continuations: a single one while it is sampled, several at the end."""
-    alone = len(prompts) == 1
+def print_text(pieces: Iterator[str]) -> None:
+    """Print pieces of text as they come, and their number and speed on stderr."""
     show = partial(escape_controls, keep=KEPT) if sys.stdout.isatty() else str
-    printed = ""
-    texts: list[list[int]] = []  # token ids of each prompt and its continuation so far
+    print(show(next(pieces)), end="", flush=True)  # the prompt
     start = time.perf_counter()
-    for texts in continue_prompts(
-        model, tokenizer, prompts, args.tokens, params, args.seed, not args.ignore_end
-    ):
-        # a character waits for its last byte
-        text = tokenizer.decode(texts[0]).rstrip("\ufffd") if alone else ""
-        if len(text) > len(printed):
-            print(show(text[len(printed) :]), end="", flush=True)
-            printed = text
-    seconds = time.perf_counter() - start
-    if alone:
-        print(show(tokenizer.decode(texts[0])[len(printed) :]))
-    else:
-        for number, ids in enumerate(texts, 1):
-            print(f"--- {number} ---\n{show(tokenizer.decode(ids))}")
-    given = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
-    sampled = sum(len(ids) for ids in texts) - given
-    print(f"{sampled} tokens, {sampled / seconds:,.1f} tokens/s", file=sys.stderr)
+    count = -1  # the last piece is the rest after the last token
+    for piece in pieces:
+        print(show(piece), end="", flush=True)
+        count += 1
+    print()
+    speed = count / (time.perf_counter() - start)
+    print(f"{count} tokens, {speed:,.1f} tokens/s", file=sys.stderr)
 
 
 @command
@@ -85,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
     model = trained.model.to(distributed.pick_device(args.device))
-    print_continuations(model, tokenizer, args.prompt, args, params)
+    for prompt in args.prompt:
+        end = not args.ignore_end
+        print_text(continue_text(model, tokenizer, prompt, args.tokens, params, args.seed, end))
 
 
 if __name__ == "__main__":

@@ -109,33 +109,26 @@ def without_cache(model, prompt, count):
 
 
 @pytest.mark.parametrize("pos", ["rope", "learned"])
-def test_batch_of_prompts_continues_as_each_alone_without_a_cache(pos):
+def test_prompts_continue_as_without_a_cache(pos):
+    """Also beyond the block, and from a prompt that is longer."""
     model = small_model(**{"model.pos": pos, "model.router": "dense"})
-    prompts = [[1, 2, 3], list(range(16)), [7]]
-    got = list(generation.generate(model, prompts, 20, generation.SamplingParams(0)))
-    wanted = [without_cache(model, prompt, 20) for prompt in prompts]
-    assert [list(row) for row in zip(*got, strict=True)] == wanted
-    assert len(set(map(tuple, wanted))) == 3 and len(set(sum(wanted, []))) > 4
+    texts = []
+    for prompt in ([1, 2, 3], list(range(16)), [7], list(range(30))):
+        texts.append(list(generation.generate(model, prompt, 20, generation.SamplingParams(0))))
+        assert texts[-1] == without_cache(model, prompt, 20)
+    assert len(set(map(tuple, texts))) == 4 and len(set(sum(texts, []))) > 4
 
 
-def test_rows_end_one_by_one_and_padding_is_never_drawn():
+def test_texts_end_and_padding_is_never_drawn():
     model = small_model()
 
-    def sample_row(prompts, **more):
-        drawn = generation.generate(
-            model, prompts, 14, generation.SamplingParams(), seeded(), **more
-        )
-        return list(next(zip(*drawn, strict=True)))
+    def draw(**more):
+        params = generation.SamplingParams()
+        return list(generation.generate(model, [1], 14, params, seeded(), **more))
 
-    free = sample_row([[1], [2]])
-    at = free.index(free[3]) + 1
-    assert free[at] != free[3]  # which the row would sample if it had not ended
-    row = sample_row([[1], [2]], end=free[3])
-    assert row == free[:at] + [None] * (len(row) - at) and len(row) > at + 1
-    free = sample_row([[1]])
-    # and the model is not asked for more
-    assert sample_row([[1]], end=free[3]) == free[: free.index(free[3]) + 1]
-    assert set(sample_row([[0]], vocab_size=3)) <= {0, 1, 2}
+    free = draw()
+    assert draw(end=free[3]) == free[: free.index(free[3])] and len(free) == 14
+    assert set(draw(vocab_size=3)) <= {0, 1, 2} and max(free) > 2
 
 
 @pytest.fixture(scope="module")
@@ -160,41 +153,39 @@ def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, call):
         written = generation.generate_text(run.model, tokenizer, "a bee ", tokens=20, **options)
         assert written == printed[:-1]
     assert generation.generate_text(run.model, tokenizer, "a bee ", tokens=0) == "a bee "
-    several = call(sample.main, trained, "--temperature", 0, "--tokens", 5, "--prompt", "a", "bee")
+    both = call(sample.main, trained, "--temperature", 0, "--tokens", 5, "--prompt", "a", "bee")
     texts = []
     for prompt in ("a", "bee"):
         texts.append(generation.generate_text(run.model, tokenizer, prompt, 5, temperature=0))
-    assert several == f"--- 1 ---\n{texts[0]}\n--- 2 ---\n{texts[1]}\n"
+    assert both == f"{texts[0]}\n{texts[1]}\n"
 
 
 def test_sample_prints_characters_at_once(trained, capsys, monkeypatch):
     """A character waits for its last byte; a terminal gets control bytes escaped. The prompt begins
     a document, and a text ends at the next one's start, but with --ignore-end.
     """
-    written = []
-    monkeypatch.setattr(
-        "builtins.print", lambda *words, **_: written.append("".join(map(str, words)))
-    )
+    pieces = []
+    monkeypatch.setattr(sample, "print", lambda *words, **_: pieces.append(words), raising=False)
     asked = []
 
-    def draw(*tokens):
-        drawn = [[token] for token in tokens]
-        monkeypatch.setattr(generation, "generate", lambda *args: asked.append(args) or drawn)
-        written.clear()
+    def sample_tokens(ids, *words):
+        monkeypatch.setattr(generation, "generate", lambda *args: asked.append(args[1:]) or ids)
+        pieces.clear()
+        assert sample.main([str(trained), *words]) == 0
+        return [piece for (piece,) in filter(None, pieces)]
 
-    draw(*"é€x".encode(), 0x1B, 256)
-    assert sample.main([str(trained), "--prompt", "à"]) == 0
-    assert written[:-1] == ["à", "é", "€", "x", "\x1b", ""] and written[-1].startswith("7 tokens, ")
+    *text, speed = sample_tokens([*"é€x".encode(), 0x1B, 0xC3], "--prompt", "à")
+    assert text == ["à", "", "é", "", "", "€", "x", "\x1b", "", "\ufffd"]
+    assert speed.startswith("8 tokens, ")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    draw(97, 0x1B, 10)
-    assert sample.main([str(trained), "--ignore-end", "--tokens", "7", "--seed", "9"]) == 0
-    assert "".join(written[:-1]) == "a\\x1b\n"
-    (_, *first), (_, *second) = asked
-    prompts, count, params, generator, vocab_size, end = first
-    assert (prompts, count, vocab_size, end) == ([[256, *"à".encode()]], 400, 257, 256)
+    words = ["--ignore-end", "--tokens", "7", "--seed", "9", "--top-k", "5"]
+    assert "".join(sample_tokens([97, 0x1B, 10], *words)[:-1]) == "a\\x1b\n"
+    (prompt, count, params, generator, vocab_size, end), second = asked
+    assert (prompt, count, vocab_size, end) == ([256, *"à".encode()], 400, 257, 256)
     assert params == (0.8, 0, 1.0) and generator.initial_seed() == 0
-    prompts, count, _, generator, _, end = second
-    assert (prompts, count, generator.initial_seed(), end) == ([[256]], 7, 9, None)
+    prompt, count, params, generator, _, end = second
+    assert (prompt, count, generator.initial_seed(), end) == ([256], 7, 9, None)
+    assert params == (0.8, 5, 1.0)
 
 
 SAMPLE_ERRORS = {
