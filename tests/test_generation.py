@@ -169,7 +169,11 @@ def test_sample_prints_characters_at_once(trained, capsys, monkeypatch):
     asked = []
 
     def sample_tokens(ids, *words):
-        monkeypatch.setattr(generation, "generate", lambda *args: asked.append(args[1:]) or ids)
+        def generate(model, prompt, *given):
+            asked.append((list(prompt), *given))
+            return ids
+
+        monkeypatch.setattr(generation, "generate", generate)
         pieces.clear()
         assert sample.main([str(trained), *words]) == 0
         return [piece for (piece,) in filter(None, pieces)]
