@@ -50,6 +50,7 @@ class ConfigInput(NamedTuple):
     in_file: dict[str, Any]
     given: dict[str, Any]  # overrides from the command line
     axes: Axes
+    added: list[str]  # keys of axes of the command line that the file has not
 
     @property
     def open_axes(self) -> Axes:
@@ -132,7 +133,13 @@ def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[s
         points = [[*point, *choice] for point in points for choice in choices]
     owners: dict[tuple[str, str], list[str]] = {}  # folder: the point that writes there
     for point in points:
-        run = load(path, point).run
+        config = load(path, point)
+        run = config.run
+        if read.added and not (read.in_file | read.given).get("run.name"):
+            # train.py cannot know that the point has an axis more than the file
+            parts = [_format_name_part(key, attrgetter(key)(config)) for key in read.added]
+            run = run.model_copy(update={"name": _join_name([run.name, *parts])})
+            point.append(f"--run.name={run.name}")
         other = owners.setdefault((run.dir, run.name), point)
         if other is not point:
             raise ConfigError(
@@ -225,6 +232,10 @@ def _name_run(config: Config, read: ConfigInput) -> str:
         keys.append("run.seed")
     for key in keys:  # all are given, since the axes are closed
         parts.append(_format_name_part(key, read.given[key]))
+    return _join_name(parts)
+
+
+def _join_name(parts: Iterable[str]) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")
 
 
@@ -286,7 +297,9 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Co
                 f"{path} [sweep]: {show_key(key)}: is in the axes more than once; keep it in one"
             )
     _raise_if(errors)
-    return ConfigInput(path, in_file, given, axes)
+    in_name = [*sweep, "model.router", "run.seed", "run.name", "run.dir"]
+    added = [key for key in opened if key not in in_name]
+    return ConfigInput(path, in_file, given, axes, added)
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -381,6 +394,8 @@ def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
     try:
         table = tomllib.loads(f"value = {toml}")
     except (ValueError, RecursionError):
+        if kind == "string":  # [kern,tanh], which a shell also makes of ["kern","tanh"]
+            return key, [word.strip() for word in value.strip("[]").split(",")]
         return key, value
     return key, table["value"] if len(table) == 1 else value  # more lines would be more settings
 

@@ -14,7 +14,6 @@ the sweep ends with exit code 75.
 """
 
 import argparse
-import glob
 import os
 import re
 import shlex
@@ -144,10 +143,11 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     points = list_points(file, overrides, args.scale)
     left = [point for point in points if point.steps_done() < point.config.train.max_steps]
     shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
+    trains = not args.slurm and not args.dry_run
     if not args.slurm:
-        check_points(file, left, len(shares[0]), with_files=not args.dry_run)
+        check_points(file, left, len(shares[0]), with_files=trains)
     print(format_totals(points, left, args.mfu), flush=True)
-    if args.slurm or args.dry_run:
+    if not trains:
         warn_of_data(left)
     if args.slurm:
         if left:
@@ -161,39 +161,18 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     if args.dry_run:
         return 0
     stop = stop or Stop()
-    failed = train_and_report(file, left, shares, stop)
+    failed = []
+    for point, code in train_points(file, left, shares, stop, announce=True):
+        if code not in (0, EXIT_CODE):
+            failed.append(point)
     if stop.asked:
         return EXIT_CODE
-    folders = [point.folder for point in points]
-    command = f"python -m scripts.report {describe_folders(folders)}"
-    print(f"\n{format_table(folders)}\n\n{command}", flush=True)
-    return 1 if failed else 0
-
-
-def describe_folders(folders: list[Path]) -> str:
-    """The folders as arguments of a command; as a pattern if that matches no other folder."""
-    prefix = os.path.commonprefix([str(folder) for folder in folders])
-    matched = {Path(name) for name in glob.glob(f"{glob.escape(prefix)}*")}
-    if matched <= set(folders):
-        return f"{shlex.quote(prefix)}*"
-    return shlex.join(str(folder) for folder in folders)
-
-
-def train_and_report(
-    file: str, points: list[Point], shares: list[list[str]], stop: Stop
-) -> list[Point]:
-    """Train the points, print what became of each, and return those that failed."""
-    parallel = len(shares) > 1
-    failed = []
-    for point, code in train_points(file, points, shares, stop, announce=True):
-        if parallel:
-            print(f"[{point.number}] exit code {code}: {point.folder}", flush=True)
-        if code not in (0, EXIT_CODE) and not stop.asked:
-            failed.append(point)
     for point in failed:
-        log = f"    # log: {point.folder}/train.log" if parallel else ""
+        log = f"    # log: {point.folder}/train.log" if len(shares) > 1 else ""
         print(f"failed: {point.command(file, len(shares[0]))}{log}", file=sys.stderr)
-    return failed
+    folders = [point.folder for point in points]
+    print(f"\n{format_table(folders)}\n\npython -m scripts.report {shlex.join(map(str, folders))}")
+    return 1 if failed else 0
 
 
 def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> None:
@@ -305,10 +284,8 @@ def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:
     return [gpus[start : start + size] for start in starts]
 
 
-def format_totals(
-    points: list[Point], left: list[Point], mfu: float | None, gpu: str = "H100"
-) -> str:
-    """One line on what is left to do: tokens, hours on a `gpu` of GPUS, disk."""
+def format_totals(points: list[Point], left: list[Point], mfu: float | None) -> str:
+    """One line on what is left to do: tokens, hours on an H100, disk."""
     line = f"{plural(len(points), 'point')}, {len(points) - len(left)} finished"
     if not left:
         return line
@@ -318,26 +295,18 @@ def format_totals(
         share = 1 - max(point.steps_done(), train.branch_step) / train.max_steps
         checkpoints = train.keep_checkpoints + len(train.kept_steps)
         tokens += share * plan.count_tokens(point.config)
-        hours += share * plan.estimate_hours(point.config, 1, GPUS[gpu], mfu)
+        hours += share * plan.estimate_hours(point.config, 1, GPUS["H100"], mfu)
         disk += checkpoints * plan.checkpoint_bytes(point.config)
     line += f"; to do: {tokens / 1e6:,.2f} M tokens"
     if hours >= 0.05:  # less is trained on a CPU
-        origin = "estimated" if mfu is None else f"MFU {mfu:.2f}"
-        line += f", {hours:,.1f} GPU hours ({gpu}, {origin})"
+        line += f", {hours:,.1f} GPU hours (H100, MFU {'estimated' if mfu is None else mfu})"
     return f"{line}, {format_bytes(disk)} of checkpoints"
 
 
 def train_points(
-    file: str,
-    points: list[Point],
-    shares: list[list[str]],
-    stop: Stop,
-    announce: bool = False,
-    train: Path | None = None,
+    file: str, points: list[Point], shares: list[list[str]], stop: Stop, announce: bool = False
 ) -> Iterator[tuple[Point, int]]:
     """Train points until `stop`, each on one of the `shares` of the GPUs.
-
-    `train` is the train.py of another checkout, if it is not this one's.
 
     Yields each point that ended with its exit code. A point that was stopped, by whomever, stops
     all: `stop.asked` says so. The output of points goes to their runs' train.log, unless they are
@@ -347,7 +316,7 @@ def train_points(
     free = list(shares)
     running: list[Job] = []
     stopping = False
-    jobs_with_logs = len(shares) if len(shares) > 1 or not announce else 0
+    has_log = len(shares) > 1 or not announce
     while running or (waiting and not stop.asked):
         if stop.asked and not stopping:
             stopping = True
@@ -356,47 +325,46 @@ def train_points(
         while waiting and free and not stop.asked:
             point = waiting.pop(0)
             gpus = free.pop(0)
-            program = train or TRAIN
-            running.append(start_point(file, point, gpus, jobs_with_logs, announce, program))
+            if announce:
+                log = f"    # log: {point.folder}/train.log" if has_log else ""
+                print(f"[{point.number}] {point.command(file, len(gpus))}{log}", flush=True)
+            running.append(start_point(file, point, gpus, len(shares), has_log))
         # a second Ctrl-C: the points were asked already, so keep waiting
         with suppress(KeyboardInterrupt):
             time.sleep(0.1)
-        ended = [job for job in running if job.process.poll() is not None]
-        for job in ended:
+        for job in [job for job in running if job.process.poll() is not None]:
             running.remove(job)
             free.append(job.gpus)
-            if job.process.returncode == EXIT_CODE:
+            code = job.process.returncode
+            if code == EXIT_CODE:
                 stop.asked = True
-            yield job.point, job.process.returncode
+            if announce and has_log:
+                print(f"[{job.point.number}] exit code {code}: {job.point.folder}", flush=True)
+            yield job.point, code
 
 
-def start_point(
-    file: str, point: Point, gpus: list[str], jobs_with_logs: int, announce: bool, train: Path
-) -> Job:
-    """Start `train`, a train.py, on `gpus`.
-
-    Of several jobs each has a share of the cores, and its output goes to its run's train.log.
-    """
-    log = point.folder / "train.log"
-    if announce:
-        note = f"    # log: {log}" if jobs_with_logs else ""
-        print(f"[{point.number}] {point.command(file, len(gpus))}{note}", flush=True)
+def start_point(file: str, point: Point, gpus: list[str], n_job: int, has_log: bool) -> Job:
+    """Start train.py on `gpus`, one of `n_job` jobs, each with a share of the cores."""
     launcher = [sys.executable]
     if len(gpus) > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
-    command = [*launcher, train, file, *point.overrides]
     env = dict(os.environ)
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    elif jobs_with_logs:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // jobs_with_logs)))
-    if jobs_with_logs:
-        point.folder.mkdir(parents=True, exist_ok=True)
-    follow = partial(end_with_parent, os.getpid())
-    with log.open("ab") if jobs_with_logs else nullcontext() as out:
+    elif has_log:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // n_job)))
+    log = point.folder / "train.log"
+    if has_log:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") if has_log else nullcontext() as out:
         # In a process group of its own Ctrl-C reaches only the sweep, which passes it on once.
         process = subprocess.Popen(
-            command, env=env, stdout=out, stderr=out, process_group=0, preexec_fn=follow
+            [*launcher, TRAIN, file, *point.overrides],
+            env=env,
+            stdout=out,
+            stderr=out,
+            process_group=0,
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
     return Job(point, gpus, process)
 
@@ -407,24 +375,24 @@ def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | 
     `parallel` tasks run at a time.
     """
     limit = "" if parallel is None else f"%{parallel}"
-    sbatch_lines = SBATCH.read_text().splitlines()
-    options = [line for line in sbatch_lines if re.match("#SBATCH (?!--output)", line)]
-    lines = [
-        "#!/usr/bin/env bash",
-        f"# {len(left)} points of {file}, one task each. From the checkout's root: sbatch {path}",
-        "# Written by python -m scripts.sweep --slurm. It runs scripts/slurm/train.sbatch, which",
-        "# explains what it needs.",
-        *options,
-        f"#SBATCH --array=0-{len(left) - 1}{limit}",
-        "#SBATCH --output=nanokern-%A_%a.out",
-        'case "$SLURM_ARRAY_TASK_ID" in',
-    ]
+    sbatch = SBATCH.read_text()
+    options = "\n".join(re.findall(r"^#SBATCH (?!--output).*", sbatch, re.MULTILINE))
+    tasks = []
     for task, point in enumerate(left):
-        arguments = shlex.join([file, *point.overrides])
-        lines.append(f"    {task}) set -- {arguments} ;;")
-    lines += ["esac", f'exec bash {shlex.quote(str(SBATCH))} "$@"']
+        tasks.append(f"    {task}) set -- {shlex.join([file, *point.overrides])} ;;\n")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text(f"""\
+#!/usr/bin/env bash
+# {len(left)} points, one task each. From the checkout's root: sbatch {shlex.quote(str(path))}
+# Written by python -m scripts.sweep --slurm. It runs scripts/slurm/train.sbatch, which
+# explains what it needs.
+{options}
+#SBATCH --array=0-{len(left) - 1}{limit}
+#SBATCH --output=nanokern-%A_%a.out
+case "$SLURM_ARRAY_TASK_ID" in
+{"".join(tasks)}esac
+exec bash {shlex.quote(str(SBATCH))} "$@"
+""")
     print(f"sbatch {shlex.quote(str(path))}    # {len(left)} tasks")
 
 

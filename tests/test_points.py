@@ -80,7 +80,6 @@ def test_a_wrong_axis_fails_before_the_first_run(write, axis, names):
     ("text", "overrides"),
     [
         ("sweep.run.seed = [1, 1]", []),
-        ("", ["--optim.lr=[1e-3,2e-3]"]),
         ("run.name = 'x'\nsweep.run.seed = [1, 2]", []),
         ('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 16]]', []),
     ],
