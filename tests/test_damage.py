@@ -1,0 +1,111 @@
+"""Every kind of damage to every file that commands read: one line and an exit code, no traceback.
+
+What is protected by a checksum is never read as if it were intact.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import write_tiny
+from runs import steps
+
+import configure
+import train
+from data import verify
+from eval import val_loss
+from hf.export import export
+from report import __main__ as report
+from scripts import sample, watch
+
+SIZE = 40  # bytes of a flipped file that are left alone at its start, at least
+
+
+def flip(content: bytes) -> bytes:
+    middle = max(len(content) // 2, min(SIZE, len(content) - 1))
+    return content[:middle] + bytes([content[middle] ^ 0x55]) + content[middle + 1 :]
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: 2 * len(content) // 3],
+    "flipped": flip,
+    "zeros": lambda content: bytes(len(content)),
+    "other JSON": lambda content: b'[{"a": 1}, "\\ud800", NaN]',
+    "no UTF-8": lambda content: b"\xff\xfe" + content,
+    "a folder": None,
+}
+# {file below the world's folder: commands that read it}
+READERS = {
+    "data/tiny/meta.json": ("train", "verify", "val_loss"),
+    "data/tiny/train-00000.bin": ("train", "verify"),
+    "data/tiny/val-00000.bin": ("verify", "val_loss"),
+    "runs/tiny/config.toml": ("train", "report", "watch", "val_loss", "sample", "export"),
+    "runs/tiny/metrics.jsonl": ("train", "report", "watch"),
+    "runs/tiny/checkpoints/step_00000002/manifest.json": ("train", "val_loss", "sample", "export"),
+    "runs/tiny/checkpoints/step_00000002/__0_0.distcp": ("train", "val_loss", "sample", "export"),
+}
+HASHED = ("train-00000.bin", "val-00000.bin", "manifest.json", "__0_0.distcp")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, corpus):
+    """A data set, and a run of it that stopped at step 2 of 4."""
+    folder = tmp_path_factory.mktemp("world")
+    shutil.copytree(corpus, folder / "data")
+    file = write_tiny(folder, folder / "data")
+    config = configure.load(file, ["run.name=tiny", "train.max_steps=2"])
+    train.train(config)
+    assert steps(config) == [2]
+    return folder
+
+
+def run_command(command: str, folder: Path) -> int:
+    """The exit code of a command that reads the run or the set of `folder`."""
+    run = str(folder / "runs/tiny")
+    overrides = ["--run.name=tiny", "--train.max_steps=4"]  # it resumes
+    calls = {
+        "train": lambda: train.main([str(folder / "tiny.toml"), *overrides]),
+        "verify": lambda: verify.main(["tiny", "--out", str(folder / "data")]),
+        "report": lambda: report.main([run, "--out", str(folder / "report")]),
+        "watch": lambda: watch.main([run]),
+        "val_loss": lambda: val_loss.main([run]),
+        "sample": lambda: sample.main([run, "--prompt", "a", "--tokens", "2"]),
+        "export": lambda: export.main([run, str(folder / "export")]),
+    }
+    try:
+        return calls[command]() or 0
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+CASES = [(file, command) for file, commands in READERS.items() for command in commands]
+
+
+@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("file", "command"), CASES)
+def test_damage_is_a_line_and_an_exit_code(world, tmp_path, capsys, file, command, damage):
+    folder = tmp_path / "world"
+    shutil.copytree(world, folder)
+    toml = folder / "tiny.toml"
+    toml.write_text(toml.read_text().replace(str(world), str(folder)))
+    config = folder / "runs/tiny/config.toml"
+    config.write_text(config.read_text().replace(str(world), str(folder)))
+    path = folder / file
+    content = path.read_bytes()
+    path.unlink()
+    if DAMAGES[damage] is None:
+        path.mkdir()
+    else:
+        path.write_bytes(DAMAGES[damage](content))
+    code = run_command(command, folder)
+    printed = capsys.readouterr()
+    text = printed.out + printed.err
+    assert "Traceback" not in text
+    assert code in (0, 1, 2), text
+    if file.endswith(HASHED):
+        assert code or "damaged" in text, text
+    if code == 2:
+        assert printed.err.startswith("error: "), printed.err
+        assert any(part in text for part in (file, str(path.parent))), text
