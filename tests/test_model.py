@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics import Operators, assert_near, seeded, tolerance
+from numerics import assert_near, seeded, tolerance
 from runs import all_logits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +22,6 @@ from hf.formats import FORMATS
 from model import GPT
 from router import EPS, ROUTERS
 from runtime.memory import count_parameters, flops_per_token, parameter_shapes
-from runtime.optimizers import HalfCopies
 
 B, T, V = 3, 12, 40
 SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}
@@ -313,61 +312,6 @@ def test_output(router):
                 assert torch.equal(of_sequence, experts.flatten().bincount(minlength=8))
         for loss in (probability[..., 0].sum(), out.stats.z_loss.sum()):
             assert torch.autograd.grad(loss, model.wte.weight, retain_graph=True)[0].any()
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_first_layers_with_experts_route_by_token_id(checkpointing):
-    """Whatever the scores and the selection bias; nothing else of the model's start differs."""
-    sizes = {"n_hash_layer": 1, "n_layer": 4, "router": "softmax-renorm"}
-    model, plain = build(**sizes), build(**sizes | {"n_hash_layer": 0})
-    state = model.state_dict()
-    assert [name for name in state if name.endswith("hash_table")] == [
-        "blocks.0.mlp.router.hash_table"
-    ]
-    table = state.pop("blocks.0.mlp.router.hash_table")
-    assert state.keys() == plain.state_dict().keys()
-    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in state.items())
-    model.blocks[0].mlp.router.selection_bias[3] = 1e3
-    model.blocks[1].mlp.router.selection_bias[3] = 1e3
-    for block in model.blocks:
-        block.checkpointing = checkpointing
-    idx = tokens()
-    out = model(idx, idx)
-    assert torch.equal(
-        out.stats.loads[0], torch.stack([table[row].flatten().bincount(minlength=8) for row in idx])
-    )
-    assert (out.stats.loads[1, :, 3] == T).all()
-    out.loss.backward()
-    assert model.blocks[0].mlp.router.weight.grad.any()
-
-
-def test_passes_share_a_cast_of_the_experts():
-    """Two passes under autocast, with one cast for both or one each: the same losses and gradients,
-    bit for bit.
-    """
-    model, idx = build(n_shared_expert=1), tokens(shape=(2, B, T))
-
-    def run():
-        model.zero_grad()
-        with Operators() as operators, torch.autocast("cpu", torch.bfloat16):
-            losses = [model(part, part).loss for part in idx]
-            sum(losses).backward()
-        return operators.names.count("_to_copy"), [
-            *losses,
-            *(p.grad.clone() for p in model.parameters()),
-        ]
-
-    apart_casts, apart = run()
-    half = HalfCopies([block.mlp.experts for block in model.blocks], torch.bfloat16, "torch")
-    half.refresh()
-    with half.in_passes():
-        casts, together = run()
-        with torch.no_grad():
-            model.blocks[0].mlp.experts.w_in.mul_(2)
-        assert torch.equal(run()[1][0], together[0])  # the copy is still the old one
-    assert apart_casts - casts == 2 * 2 * 3  # of both weights, in both passes and each layer
-    assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
-    assert not torch.equal(run()[1][0], together[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,18 +9,13 @@ import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
 from numerics import assert_near, seeded, tolerance
-from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import router as router_module
 from balance import (
     balance_loss,
-    count_margins,
     expert_loads,
-    solve_selection_bias,
     token_distribution,
-    z_loss,
 )
 from router import (
     PHI,
@@ -346,51 +341,6 @@ def test_which_routers_get_no_gradient(name, top_k):
     assert (router.weight.grad.abs().max() > 1e-4) == find_spec(name).has_gradient(top_k)
 
 
-@pytest.mark.numerics
-@pytest.mark.parametrize("name", [*SPARSE, "identity, bias"])
-def test_quantile_balancing_equals_sorting(name):
-    """By its definition in fp64, to the width of a bin; from counts that any parts of a step add up
-    to.
-    """
-    router, n, spec = identity_router(name), 40 * N, find_spec(name)
-    router.selection_bias.copy_(0.2 * torch.randn(E))
-    routing = router(torch.randn(n, E) + torch.randn(E))
-    scores, sizes = routing.scores.detach(), [1, 7, n - 8]
-    counts = count_margins(scores, routing.experts, router.selection_bias, spec.score_range)
-    parts = [
-        count_margins(*part, router.selection_bias, spec.score_range)
-        for part in zip(scores.split(sizes), routing.experts.split(sizes), strict=True)
-    ]
-    assert (
-        torch.equal(sum(parts), counts)
-        and counts.dtype == torch.int64
-        and (counts.sum(1) == n).all()
-    )
-
-    bias, s = router.selection_bias.double(), scores.double()
-    alpha = (s + bias).sort(descending=True).values[:, K : K + 1]
-    wanted = (alpha - s).sort(0).values[n * K // E - 1]  # the last r that is to be below
-    edges = torch.linspace(-1, 1, 1001, dtype=torch.float64) ** 3
-    if spec.score_range == math.inf:
-        edges = edges / (1 - edges.abs())
-    else:
-        edges = edges * (spec.score_range + bias.max() - bias.min())
-    at = torch.searchsorted(edges, (wanted - bias).contiguous())
-    width = edges[at] - edges[at - 1]
-    solved = solve_selection_bias(router.selection_bias, counts, K, spec.score_range).double()
-    assert solved.mean().abs() < 1e-6
-    apart = (solved - (wanted - wanted.mean())).abs()
-    assert (apart <= width + width.mean() + 1e-6).all() and (solved - bias).abs().max() > 0.01
-
-
-def test_the_widest_margin_is_in_the_last_bin():
-    """The third largest score is the threshold; from it to the fourth is all that scores span."""
-    for wide, score_range in [(1.0, 2.0), (1e12, math.inf)]:
-        scores = torch.tensor([[wide, wide, wide, -wide]])
-        counts = count_margins(scores, torch.tensor([[0, 1]]), torch.zeros(4), score_range)
-        assert counts[:, -1].tolist() == [0, 0, 0, 1] and counts.sum() == 4
-
-
 @pytest.mark.parametrize(
     "n_id, n_expert, top_k", [(1000, 16, 4), (257, 8, 3), (50, 6, 4), (9, 5, 5), (3, 64, 8)]
 )
@@ -469,32 +419,6 @@ def test_groups_equal_a_loop(name, n_group, group_k):
     assert torch.equal(routing.weights, wanted.weights)
 
 
-@pytest.mark.numerics
-@pytest.mark.parametrize("ties", [False, True])
-def test_groups_equal_deepseek_v3s(ties):
-    """Experts and gates, with β. With ties between experts, torch.topk may choose others."""
-    sizes = {"n_routed_experts": E, "num_experts_per_tok": K, "hidden_size": C}
-    config = DeepseekV3Config(**sizes, n_group=4, topk_group=2, routed_scaling_factor=1.5)
-    theirs = DeepseekV3TopkRouter(config)
-    router = Router(C, E, K, ROUTERS["sigmoid-renorm"], 1.5, n_group=4, group_k=2)
-    x = torch.randn(N, C)
-    if ties:  # of the experts of a group, whose gates then are equal
-        router.weight.detach().copy_(router.weight[::4].repeat_interleave(4, 0))
-    else:
-        router.selection_bias.copy_(0.3 * torch.randn(E))
-    theirs.weight.detach().copy_(router.weight)
-    theirs.e_score_correction_bias.copy_(router.selection_bias)
-    with torch.no_grad():
-        routing = router(x)
-        _, weights, experts = theirs(x)
-    if ties:
-        experts = experts // 4
-        routing = routing._replace(experts=routing.experts // 4)
-    mine = routing.weights.new_zeros(N, E).scatter_add(1, routing.experts, routing.weights)
-    wanted = weights.new_zeros(N, E).scatter_add(1, experts, weights)
-    assert_same(mine, wanted)
-
-
 def test_the_fused_router_knows_no_groups():
     """With as many groups as there are, nothing changes, and it computes."""
     x = torch.randn(N, C)
@@ -503,13 +427,6 @@ def test_the_fused_router_knows_no_groups():
         router.fused = mock.Mock(return_value=None)
         assert router(x).experts.shape == (N, K)
         assert router.fused.call_count == calls
-
-
-@pytest.mark.numerics
-def test_z_loss():
-    logits, router = torch.randn(N, E), identity_router("kern")
-    assert_same(z_loss(router(logits)), (logits.exp().sum(1).log() ** 2).mean())
-    assert z_loss(router(torch.full((N, E), 1e4))).isfinite()
 
 
 def test_what_means_nothing_is_refused():
