@@ -70,7 +70,10 @@ def find_text_mismatch(runs: Sequence[Run]) -> str:
     """
     for run in runs:
         if run.faults and not run.metadata and len(runs) > 1:
-            return f"{run.faults[0]}, so the data of {run.path} is unknown; put back a copy"
+            return (
+                f"{run.faults[0]}, so the data of {run.path} is unknown; put back a copy, or "
+                "remove that checkpoint"
+            )
     keys = select_keys("validation_text")
     if all(run.metadata for run in runs):  # which identifies the data better than its name
         keys = [key for key in keys if not key.startswith("data.")]

@@ -252,22 +252,16 @@ def _parse_line(text: bytes) -> Line | None:
         return None
     for name, value in line.items():
         may_be_list = name in ARRAYS or name.endswith("_of_layers")
-        if not (_is_number(value) or (may_be_list and _are_numbers(value))):
+        if (isinstance(value, list) and not may_be_list) or not _are_numbers(value):
             return None
     return line if line["step"] >= 0 else None
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, int):
-        return abs(value) <= LARGEST
-    return isinstance(value, float)
-
-
 def _are_numbers(value: Any) -> bool:
-    """True for a list of numbers and of such lists."""
-    if not isinstance(value, list):
-        return False
-    return all(_is_number(item) or _are_numbers(item) for item in value)
+    """True for a number, and for a list of what is."""
+    if isinstance(value, list):
+        return all(map(_are_numbers, value))
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= LARGEST)
 
 
 def list_arrays(path: str | Path, prefix: str = "*") -> list[Path]:
