@@ -299,22 +299,19 @@ class Run:
         return owner[1] if owner else platform.node()
 
 
-class Reading(NamedTuple):
-    """The runs of some folders as they are now, and a line for each folder that is left out."""
-
-    runs: list[Run]
-    left_out: list[str]
-
-
 _last_read: dict[Path, tuple[list, Run]] = {}  # {folder: its files then, its run}
 
 
-def read_runs(places: Iterable[Path]) -> Reading:
+def read_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """Read the runs at these places and below.
 
     A run whose files have not changed since the last call is not read again; its status is.
+
+    Returns:
+        The runs, and a line for each folder that is left out.
     """
-    reading = Reading([], [])
+    runs = []
+    left_out = []
     for path in list_candidates(places):
         try:
             files = list_changes(path)
@@ -323,12 +320,12 @@ def read_runs(places: Iterable[Path]) -> Reading:
                 run = Run(path)
             run.read()  # also of a known one: its lock changes without its files
             _last_read[path] = files, run
-            reading.runs.append(run)
+            runs.append(run)
         except Exception as error:  # whatever is wrong in one folder, the others are read
             reason = " ".join(str(error).split()) or type(error).__name__
             reason = reason.removeprefix(f"{path}: ")
-            reading.left_out.append(escape_controls(f"left out: {path}: {reason}"))
-    return reading
+            left_out.append(escape_controls(f"left out: {path}: {reason}"))
+    return runs, left_out
 
 
 def list_changes(path: Path) -> list[tuple[str, int, int]]:

@@ -17,18 +17,20 @@ from pathlib import Path
 
 from common.command import build_parser, command, run_command
 from report.overview import build_overview
-from runtime.runs import Reading, find_runs, read_runs
+from runtime.runs import find_runs, read_runs
 
 CLEAR = "\033[H\033[2J"  # moves a terminal's cursor to its first line and clears the screen
 
 
 def format_table(places: Sequence[Path]) -> str:
     """The table of all runs at these places and below, and the folders that cannot be read."""
-    reading = read_runs(places) if find_runs(places) else Reading([], [])
     text = f"no runs in {', '.join(map(str, places))} yet"
-    if reading.runs:
-        text = build_overview(reading.runs).to_text(left=2)
-    return "\n".join([text, *reading.left_out])
+    if not find_runs(places):
+        return text
+    runs, left_out = read_runs(places)
+    if runs:
+        text = build_overview(runs).to_text(left=2)
+    return "\n".join([text, *left_out])
 
 
 @command

@@ -226,20 +226,20 @@ def test_files_that_change_are_read_again(tmp_path):
         change()
         if array.exists():
             os.utime(array, (0, 0))
-        left_out.append(read_runs([tmp_path]).left_out)
+        left_out.append(read_runs([tmp_path])[1])
     assert left_out[0] == left_out[2] == []
     assert f"{array} is damaged" in left_out[1][0]
-    (run,) = read_runs([tmp_path]).runs
+    ((run,), _) = read_runs([tmp_path])
     with locked(folder):  # which changes none of its files
-        (again,) = read_runs([tmp_path]).runs
+        ((again,), _) = read_runs([tmp_path])
         assert again is run and run.status.state == "running"
     manifest = fake_runs.add_checkpoint(folder, 5) / "manifest.json"
     manifest.write_text("damaged")
-    (run,) = read_runs([tmp_path]).runs
+    ((run,), _) = read_runs([tmp_path])
     assert run is not again and run.status.trouble.startswith(f"warning: {manifest}: damaged")
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("\nseed = 0\n", "\nseed = 7\n"))
-    assert [run.seed for run in read_runs([tmp_path]).runs] == [7]
+    assert [run.seed for run in read_runs([tmp_path])[0]] == [7]
 
 
 def test_the_newest_manifest_is_read_and_a_mixtures_windows_are_weighted(make_run, monkeypatch):
