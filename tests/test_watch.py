@@ -161,7 +161,8 @@ def test_numbers_and_the_time_left(make_run):
     for i, speed in enumerate([1000, 1000, 40, 30, 50, 40, 9000]):
         lines.append((i + 4, {"train/loss": 3 - i / 10, "perf/tokens_per_sec": speed}))
     folder = make_run("one", [*lines, (12, {"val/loss": 2.25, "perf/mfu": 0.123})])
-    row = [str(folder), "running", "12 of 100  12%", "2.4000", "2.2500", "12.3%", "", "40", "0:01:28"]
+    row = [str(folder), "running", "12 of 100  12%", "2.4000", "2.2500", "12.3%", "", "40"]
+    row.append("0:01:28")
     with locked(folder):
         assert [*describe_run(Run(folder)).values()] == [*row, ""]
     assert describe_run(Run(folder))["left"] == ""
