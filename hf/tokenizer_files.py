@@ -81,7 +81,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": True,
-        "use_regex": tokenizer.name == "gpt2",  # GPT-2's regular expression splits a text first
+        "use_regex": True,  # GPT-2's regular expression splits a text first; bytes merge nothing
     }
     return {
         "version": "1.0",
@@ -106,20 +106,13 @@ def make_vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def find_merges(tokens: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """Yield the two tokens that each token of several bytes is merged from.
+    """Yield each two tokens that make a token of several bytes, in the order of these tokens.
 
-    To find them, the token's bytes are merged, lowest rank first, until two parts are left.
-    tiktoken needs no such list, because it merges by rank alone.
+    tiktoken needs no such list: it merges any two neighbours that make a token, lowest rank first.
+    So does transformers' TikTokenConverter.
     """
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    for rank, token in enumerate(tokens):
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            pairs = zip(parts, parts[1:], strict=False)
-            ranks_of_pairs = [ranks.get(left + right, rank) for left, right in pairs]
-            lowest = min(ranks_of_pairs)
-            assert lowest < rank, f"token {rank} ({token!r}) is not made of two other tokens"
-            first = ranks_of_pairs.index(lowest)
-            parts[first : first + 2] = [tokens[lowest]]
-        if len(parts) == 2:
-            yield parts
+    known = set(tokens)
+    for token in tokens:
+        for i in range(1, len(token)):
+            if token[:i] in known and token[i:] in known:
+                yield [token[:i], token[i:]]

@@ -37,7 +37,7 @@ from eval.trained import Trained, load_model
 from hf.export import export
 from hf.export.export import CODE, build_by_block, choose_form, export_run
 from hf.formats import FORMATS
-from hf.tokenizer_files import write_tokenizer
+from hf.tokenizer_files import find_merges, write_tokenizer
 from hf.weight_files import hash_tensors, read_tensors
 from model import GPT
 from router import ROUTERS
@@ -658,6 +658,12 @@ def test_merges_are_recovered(tmp_path, any_tokenizer):
     assert (labels == eot).any(1).all()  # the true ends are learned
     write_tokenizer(any_tokenizer, tmp_path, 32)
     assert AutoTokenizer.from_pretrained(tmp_path).pad_token_id is None
+
+
+def test_merges_are_all_pairs():
+    tokens = [b"a", b"b", b"ab", b"bb", b"abb"]
+    pairs = [[b"a", b"b"], [b"b", b"b"], [b"a", b"bb"], [b"ab", b"b"]]
+    assert list(find_merges(tokens)) == pairs
 
 
 ROW = "| arc_easy | 20 | 0.2500 ± 0.0100 | 0.3000 ± 0.0200 | 0.2500 |  |\n"
