@@ -64,7 +64,13 @@ def read_tensors(place: Path, settings: dict[str, Any]) -> tuple[LazyTensors, li
             read = load_file(place / file)  # mapped to memory, not copied
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file} cannot be read ({error}); download it again") from error
-        check_digest(place / file, read)
+        with safe_open(place / file, "pt") as opened:
+            digest = (opened.metadata() or {}).get(DIGEST)  # other programs write none
+        if digest and digest != hash_tensors(read):
+            raise RunError(
+                f"{file}: damaged: its weights differ from those that were exported (sha256); "
+                f"export or download it again"
+            )
         for name in read:
             if name in tensors:
                 raise RunError(
@@ -86,20 +92,6 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def check_digest(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise RunError if a file of scripts.export has other tensors than it was written with.
-
-    Other programs write no digest, nor do they keep it.
-    """
-    with safe_open(path, "pt") as file:
-        written = (file.metadata() or {}).get(DIGEST)
-    if written and written != hash_tensors(tensors):
-        raise RunError(
-            f"{path.name}: damaged: its weights differ from those that were exported (sha256); "
-            "export or download it again"
-        )
 
 
 def find_weights(place: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:

@@ -5,7 +5,6 @@ refused.
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,17 +14,12 @@ from runs import (
     ALONE,
     all_logits,
     checkpoints,
-    column,
     end,
     flip,
-    meet_in,
     run,
-    start_ranks,
-    wait_for_ranks,
 )
 from safetensors.torch import load_file, save_file
 
-import configure
 import train
 from eval.trained import load_model
 from gate_norm import gate_scale
@@ -33,7 +27,7 @@ from hf.export import export
 from hf.init_from import read_initial_weights
 from model import GPT
 from router import monte_carlo_scale
-from runtime import RankError, RunError, checkpoint, folder
+from runtime import RankError, RunError, checkpoint, distributed, folder
 from runtime.metrics import read_metrics
 
 GPT2 = {
@@ -308,45 +302,17 @@ def test_a_routers_constant_is_that_of_the_new_settings(tiny):
             assert block.mlp.router.c.item() == pytest.approx(wanted), change
 
 
-def train_on_ranks(file, place, rank_1_place):
-    """DDP, FSDP2, then rank 1 with other weights."""
-    rank = int(os.environ["RANK"])
-    for parallel in ("ddp", "fsdp", "other"):
-        meet_in(Path(f"{file}-{parallel}"))
-        own_place = place
-        way = parallel
-        if parallel == "other":
-            own_place = (place, rank_1_place)[rank]
-            way = "auto"
-        overrides = [
-            f"run.name={parallel}",
-            f"train.init_from={own_place}",
-            f"train.parallel={way}",
-            "train.micro_batch_size=4",
-            "train.max_steps=1",
-            "optim.warmup_steps=1",
-        ]
-        try:
-            config = configure.load(file, [*MOVED, *overrides], 2)
-            train.train(config, read_weights=train.find_reader(config))
-        except RunError as error:
-            print(error)
-
-
-@pytest.mark.integration
-@pytest.mark.numerics
-def test_two_ranks_start_with_equal_weights(tiny, tiny_file, source):
-    run(other := tiny("run.name=other-source", *MOVED, "run.seed=1"))
-    places = [folder.path_of(config) for config in (source, other)]
-    for printed in wait_for_ranks(start_ranks(2, train_on_ranks, tiny_file, *places), 300):
-        assert printed.count("train.init_from holds different weights on different ranks") == 1
-    wanted = column(read_metrics(folder.path_of(source) / "metrics.jsonl"), "val/loss")[-1]
-    for parallel in ("ddp", "fsdp"):
-        lines = read_metrics(folder.path_of(tiny(f"run.name={parallel}")) / "metrics.jsonl")
-        first = torch.tensor(column(lines, "val/loss")[:1])
-        # 6 windows of 32
-        assert_near(first, torch.tensor([wanted]), tolerance(torch.float32, 6 * 32), "val/loss")
-        assert len(column(lines, "train/loss")) == 1
+def test_ranks_with_other_weights_are_refused(tiny, source, monkeypatch):
+    """Ranks that start with equal weights: test_combinations.py."""
+    config = start_from(tiny, source)
+    first, second, other = (read_initial_weights(config) for _ in range(3))
+    other.state["ln_f.weight"] = 2 * other.state["ln_f.weight"]
+    sums = []  # of each rank
+    monkeypatch.setattr(distributed, "gather", lambda value, _: sums.append(value) or sums)
+    for weights in (first, second):
+        weights.load_into(GPT(config.model), ALONE)
+    with pytest.raises(RunError, match="holds different weights on different ranks"):
+        other.load_into(GPT(config.model), ALONE)
 
 
 def remedy(text):
