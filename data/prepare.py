@@ -36,6 +36,7 @@ from common.text import format_bytes, plural
 from data import DataError
 from data.bins import (
     DATA_DIR,
+    HASHED_BYTES,
     SHARD_TOKENS,
     Meta,
     check_dataset,
@@ -199,8 +200,8 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         print(f"already there: {describe_set(meta, folder)}")
         remove_leftovers(folder)
         return
-    refuse_foreign_files(folder)
-    refuse_foreign_files(partial)
+    for place in (folder, partial):  # before much is read
+        refuse_foreign_files(place)
     inputs, notes = list_files(args)
     times = read_times(inputs)
     print(*notes, sep="\n", end="\n" if notes else "")
@@ -226,7 +227,12 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
                 f"{args.name}: input files changed while they were read, so the set would be of "
                 "neither state: prepare it again when nothing writes to them"
             )
-        check_splits(writer, args.val_fraction)
+        if min(writer.tokens.values()) < 2:
+            (partial / PROGRESS_FILE).unlink(missing_ok=True)  # the next try has other arguments
+            raise DataError(
+                f"train has {writer.tokens['train']} and val {writer.tokens['val']} token(s), both "
+                f"need 2: give more text, or another --val-fraction than {args.val_fraction}"
+            )
         provenance |= {key: progress.counts.get(key, 0) for key in ("empty", "bad")}
         loss = describe_loss(progress.counts, progress.example)
         if loss:
@@ -277,6 +283,9 @@ def hash_inputs(inputs: Sequence[Input]) -> dict[str, str]:
         with open(file.url, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").digest()
 
+    local_bytes = sum(file.size for file in inputs if "://" not in file.url)
+    if local_bytes > HASHED_BYTES:
+        print(f"hashing {format_bytes(local_bytes)} of input", flush=True)
     digests = {"inputs": hashlib.sha256()}
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
         for file, content in zip(inputs, pool.map(hash_file, inputs), strict=True):
@@ -345,7 +354,7 @@ def tokenize(
     workers = min(args.workers, 1 + total_bytes // WORKER_BYTES)
     size = f"{plural(len(inputs), 'file')}, {format_bytes(total_bytes)}"
     start = f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}"
-    tokens = sum(split.tokens for split in writer.splits.values())
+    tokens = sum(writer.tokens.values())
     if tokens:
         start += f", resuming after {tokens:,} tokens"
     print(start)
@@ -375,7 +384,7 @@ def write_batch(writer: Writer, encoded: Encoded, cuts_documents: bool) -> None:
     """Write the ids of documents, which are cut in two if there are few."""
     for split, ids in (("train", encoded.train), ("val", encoded.val)):
         documents = int(np.count_nonzero(ids == writer.tokenizer.eot))
-        if cuts_documents and not writer.splits[split].tokens:
+        if cuts_documents and not writer.tokens[split]:
             # an end-of-text precedes each part of a cut document, but a split starts without one
             ids = ids[1:]
         writer.write(split, ids, documents)
@@ -391,17 +400,6 @@ def print_counts(counts: dict[str, int]) -> None:
             f"warning: found {END_OF_TEXT} {plural(marks, 'time')} in text files, each of which is "
             "one document: write what stands between the marks into lines of a .jsonl",
             file=sys.stderr,
-        )
-
-
-def check_splits(writer: Writer, val_fraction: float) -> None:
-    """Raise DataError if a split has no token to predict; the next try needs other arguments."""
-    counts = {name: split.tokens for name, split in writer.splits.items()}
-    if min(counts.values()) < 2:
-        (writer.partial / PROGRESS_FILE).unlink(missing_ok=True)
-        raise DataError(
-            f"train has {counts['train']} and val {counts['val']} token(s), both need 2: give more "
-            f"text, or another --val-fraction than {val_fraction}"
         )
 
 

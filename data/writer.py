@@ -67,42 +67,86 @@ class Writer(AbstractContextManager["Writer"]):
         self._finished = False
         # A kill between writing meta.json and the renaming leaves meta.json here.
         (self.partial / "meta.json").unlink(missing_ok=True)
-        self.splits = {
-            split: _SplitWriter(self.partial, split, shard_tokens) for split in ("train", "val")
-        }
+        self.tokens = {"train": 0, "val": 0}  # written so far
+        self.documents = {"train": 0, "val": 0}
+        self._shard_tokens = shard_tokens
+        self._files: dict[str, IO[bytes]] = {}  # the last shard of each split
 
     def __exit__(self, *_: object) -> None:
-        for split in self.splits.values():
-            split.close()
+        for file in self._files.values():
+            with suppress(OSError):  # closing writes, which fails on a full disk
+                file.close()
         if not self._finished and not (self.partial / PROGRESS_FILE).exists():
             shutil.rmtree(self.partial)  # not after `finish`: another process may have made it
         self._lock.close()
 
     def write(self, split: str, ids: np.ndarray, documents: int = 1) -> None:
         """Append complete documents: ids (n,), with an end-of-text token after each document."""
-        self.splits[split].write(ids.astype("<u2", copy=False), documents)
+        self.documents[split] += documents
+        while len(ids):
+            number, start = divmod(self.tokens[split], self._shard_tokens)
+            if split not in self._files or start == 0:
+                self._sync(split)
+                path = self.partial / f"{split}-{number:05d}.bin"
+                self._files[split] = path.open("ab" if start else "wb")
+            part = ids[: self._shard_tokens - start]
+            self._files[split].write(part.astype("<u2", copy=False).tobytes())
+            self.tokens[split] += len(part)
+            ids = ids[len(part) :]
+
+    def _sync(self, split: str) -> None:
+        if split in self._files:
+            self._files[split].flush()
+            os.fsync(self._files[split].fileno())
 
     def save(self) -> dict[str, tuple[int, int]]:
         """Wait until everything is on the disk. Returns what `resume` needs."""
-        for split in self.splits.values():
-            split.sync()
-        return {name: (split.tokens, split.documents) for name, split in self.splits.items()}
+        for split in self.tokens:
+            self._sync(split)
+        return {split: (self.tokens[split], self.documents[split]) for split in self.tokens}
 
     def resume(self, saved: dict[str, tuple[int, int]]) -> None:
         """Continue from what `save` returned; whatever was written later is cut off.
 
         Raises DataError if a shard is missing or too short.
         """
-        for name, split in self.splits.items():
-            split.resume(*saved.get(name, (0, 0)))
+        for split in self.tokens:
+            self.tokens[split], self.documents[split] = saved.get(split, (0, 0))
+            sizes = self._sizes(split)
+            for path, size in sizes.items():
+                if not path.is_file() or path.stat().st_size < 2 * size:
+                    raise DataError(
+                        f"{path}: missing or shorter than {PROGRESS_FILE} says: start over with "
+                        "--force"
+                    )
+                os.truncate(path, 2 * size)
+            for path in set(self.partial.glob(f"{split}-*.bin")) - sizes.keys():
+                path.unlink()
+
+    def _sizes(self, split: str) -> dict[Path, int]:
+        """The tokens of each shard by its path."""
+        sizes = {}
+        for number, start in enumerate(range(0, self.tokens[split], self._shard_tokens)):
+            path = self.partial / f"{split}-{number:05d}.bin"
+            sizes[path] = min(self._shard_tokens, self.tokens[split] - start)
+        return sizes
 
     def finish(self, name: str, source: dict, prepare: str) -> Meta:
         """Write meta.json, and rename the folder; an older set is replaced."""
+
+        def describe_shard(path: Path, tokens: int) -> Shard:
+            with path.open("rb") as file:
+                return Shard(path.name, tokens, hashlib.file_digest(file, "sha256").hexdigest())
+
         self.save()
-        splits = {split: writer.describe() for split, writer in self.splits.items()}
+        splits = {}
+        for split in self.tokens:
+            sizes = self._sizes(split)
+            with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+                shards = list(pool.map(describe_shard, sizes.keys(), sizes.values()))
+            splits[split] = Split(self.tokens[split], self.documents[split], shards)
         meta = Meta(name, identity(self.tokenizer), "uint16", splits, source, prepare)
-        shards = list_shards(meta)
-        keep = {PROGRESS_FILE, LOCK_FILE, *(shard.name for shard in shards)}
+        keep = {PROGRESS_FILE, LOCK_FILE, *(shard.name for shard in list_shards(meta))}
         for path in self.partial.iterdir():
             if path.name not in keep:
                 path.unlink()  # of an earlier preparation with other arguments
@@ -118,77 +162,6 @@ class Writer(AbstractContextManager["Writer"]):
         sync_folder(self.folder.parent)
         remove_leftovers(self.folder)
         return meta
-
-
-class _SplitWriter:
-    """The shards of one split, one after another."""
-
-    def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
-        self.tokens = self.documents = 0
-        self._folder = folder
-        self._split = split
-        self._shard_tokens = shard_tokens
-        self._file: IO[bytes] | None = None  # the last shard
-
-    def write(self, ids: np.ndarray, documents: int) -> None:
-        self.documents += documents
-        while len(ids):
-            number, start = divmod(self.tokens, self._shard_tokens)
-            if self._file is None or start == 0:
-                self.sync()
-                self.close()
-                self._file = self._path(number).open("ab" if start else "wb")
-            part = ids[: self._shard_tokens - start]
-            self._file.write(part.tobytes())
-            self.tokens += len(part)
-            ids = ids[len(part) :]
-
-    def resume(self, tokens: int, documents: int) -> None:
-        """Cut the shards to `tokens` in all."""
-        self.tokens = tokens
-        self.documents = documents
-        sizes = self._sizes()
-        for path, size in sizes.items():
-            if not path.is_file() or path.stat().st_size < 2 * size:
-                raise DataError(
-                    f"{path}: missing or shorter than {PROGRESS_FILE} says: start over with --force"
-                )
-            os.truncate(path, 2 * size)
-        for path in set(self._folder.glob(f"{self._split}-*.bin")) - sizes.keys():
-            path.unlink()
-
-    def describe(self) -> Split:
-        """The split as meta.json has it."""
-
-        def describe_shard(path: Path, tokens: int) -> Shard:
-            with path.open("rb") as file:
-                return Shard(path.name, tokens, hashlib.file_digest(file, "sha256").hexdigest())
-
-        sizes = self._sizes()
-        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-            shards = list(pool.map(describe_shard, sizes.keys(), sizes.values()))
-        return Split(self.tokens, self.documents, shards)
-
-    def sync(self) -> None:
-        if self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        if self._file:
-            with suppress(OSError):  # closing writes, which fails on a full disk
-                self._file.close()
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{self._split}-{number:05d}.bin"
-
-    def _sizes(self) -> dict[Path, int]:
-        """The tokens of each shard by its path."""
-        starts = range(0, self.tokens, self._shard_tokens)
-        return {
-            self._path(number): min(self._shard_tokens, self.tokens - start)
-            for number, start in enumerate(starts)
-        }
 
 
 def remove_leftovers(folder: Path) -> None:
