@@ -16,8 +16,8 @@ from configure import Config
 from configure.schema import replace, select_keys
 from runtime import FAILURE_FILE, RunError, Stopped, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
+from runtime.manifest import check_model_settings
 from runtime.runs import Run
-from runtime.settings import check_model_settings
 
 MAX_SUFFIX = 40  # characters in a folder's name that say how its config differs; not measured
 

@@ -1,11 +1,17 @@
-"""manifest.json of a checkpoint, and where checkpoints are. Imports no torch."""
+"""manifest.json of a checkpoint, where checkpoints are, and the config that one belongs to.
+
+Imports no torch.
+"""
 
 import hashlib
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from common.files import check_regular
+from configure import Config
+from configure.schema import KEYS
 from runtime import RunError
 
 MANIFEST = "manifest.json"
@@ -60,3 +66,45 @@ def format_manifest(body: dict[str, Any]) -> str:
     """The text of a manifest with its own checksum."""
     digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps({"sha256": digest, "body": body}, indent=1) + "\n"
+
+
+# ---- the settings that shape what a model computes: without them its weights mean nothing
+SETTINGS = "model_settings"  # key of a checkpoint's metadata; older ones lack it
+
+
+def list_model_keys() -> list[str]:
+    """The keys that shape the model's function, dotted."""
+    keys = [
+        key
+        for key, schema in KEYS.items()
+        if key.startswith("model.") and schema["report"] != "neutral"
+    ]
+    return [*keys, "data.document_mask"]
+
+
+def describe_model_settings(config: Config) -> dict[str, dict[str, Any]]:
+    """The metadata that ties a checkpoint to its config."""
+    return {SETTINGS: {key: attrgetter(key)(config) for key in list_model_keys()}}
+
+
+def check_model_settings(config: Config, metadata: dict[str, Any], path: Path) -> None:
+    """Compare a config with the metadata of the checkpoint `path`.
+
+    Raises RunError if a key has another value than the weights were trained with. A checkpoint that
+    is older than a key knows nothing of it.
+    """
+    recorded = metadata.get(SETTINGS)
+    if not isinstance(recorded, dict):
+        return
+    changes = []
+    for key in list_model_keys():
+        now = attrgetter(key)(config)
+        then = recorded.get(key, now)
+        if then != now:
+            changes.append(f"{key}: {then!r} in the checkpoint, {now!r} in the config")
+    if changes:
+        differences = "\n  ".join(changes)
+        raise RunError(
+            f"{path}: its weights were trained with other settings:\n  {differences}\n"
+            "Restore them in the run's config.toml, or start over in a new folder (--fresh)"
+        )

@@ -1,11 +1,10 @@
 """Check all that can be wrong with a run, before a process group, GPU or file is touched."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import configure
 from configure import Config
@@ -14,7 +13,6 @@ from data.bins import open_tokens
 from data.loader import Loader, Validation, choose_validation
 from data.mixture import check_documents, check_sets, identify
 from kernels import choose_backend
-from model import GPT
 from router import find_spec
 from runtime import RunError, distributed
 from runtime.branch import Branch, check_length, find_branch
@@ -25,23 +23,7 @@ ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores
 OpenTasks = Callable[[Config], ScoreTasks]  # its constructor
 
 
-class InitialWeights(Protocol):
-    """Weights read from a folder and checked, ready for the run's model."""
-
-    def load_into(self, model: GPT, ranks: distributed.Ranks) -> None:
-        """Move the weights into `model`."""
-
-    def match_gates(
-        self,
-        model: GPT,
-        config: Config,
-        batches: Iterator[tuple[Tensor, Tensor]],
-        autocast: torch.autocast,
-        ranks: distributed.Ranks,
-    ) -> None:
-        """Scale the gates of new routers to the gates of the routers that they replace."""
-
-
+InitialWeights = Any  # hf.init_from.Weights, which imports from here
 ReadWeights = Callable[[Config], InitialWeights]  # hf.init_from.read_initial_weights
 
 

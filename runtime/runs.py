@@ -22,9 +22,8 @@ from common.text import escape_controls
 from configure import Config
 from configure.schema import KEYS, Mix, has_effect
 from runtime import FAILURE_FILE, check_is_run
-from runtime.manifest import DamagedError, folder_of, read_manifest, steps
+from runtime.manifest import DamagedError, check_model_settings, folder_of, read_manifest, steps
 from runtime.metrics import VALIDATION_ARRAYS, Line, add_arrays, read_metrics
-from runtime.settings import check_model_settings
 
 SILENT = 300  # seconds without a line of metrics that are trouble of a running run; not measured
 

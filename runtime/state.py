@@ -19,6 +19,7 @@ from runtime.branch import Branch
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder
 from runtime.graph import StepGraph, can_capture
+from runtime.manifest import check_model_settings, describe_model_settings
 from runtime.memory import count_expert_ranks
 from runtime.optimizers import HalfCopies, build_optimizer
 from runtime.parallel import (
@@ -30,7 +31,6 @@ from runtime.parallel import (
     without_parameters,
 )
 from runtime.preflight import InitialWeights, Plan
-from runtime.settings import check_model_settings, describe_model_settings
 from runtime.statistics import Statistics, join
 from runtime.transfer import scale_initial_weights
 from runtime.updates import Updates, WeightAverage
