@@ -22,7 +22,6 @@ def key(
     label: Literal["", "first", "last"] = "",
     report_as: Mapping[str, Any] | None = None,
     validation_text: bool = False,
-    routing_shape: bool = False,
     fixed_by_weights: bool = False,
     exported: bool = False,
     other_names: str = "",
@@ -49,7 +48,6 @@ def key(
             "last" is named only where arms of one router differ in nothing else.
         report_as: {value: the value with the same losses, which reports count instead}.
         validation_text: losses of runs can be paired only if they have the same value.
-        routing_shape: models whose routing is compared need the same value.
         fixed_by_weights: initial weights (train.init_from) need the value that they had.
         exported: config.json of exports has it under its own name or transformers'.
         other_names: what other projects call it, separated by spaces.
@@ -66,7 +64,6 @@ def key(
         "label": label,
         "report_as": dict(report_as or {}),
         "validation_text": validation_text,
-        "routing_shape": routing_shape,
         "fixed_by_weights": fixed_by_weights,
         "exported": exported,
         "other_names": other_names,

@@ -81,7 +81,6 @@ class Model(Section):
         le=2**10,
         fixed_by_weights=True,
         exported=True,
-        routing_shape=True,
         other_names="layers num_layers num_hidden_layers",
     )
     n_head: int = key(
@@ -122,7 +121,6 @@ class Model(Section):
         ge=1,
         le=2**20,
         exported=True,
-        routing_shape=True,
         validation_text=True,
         other_names="seq_len max_seq_len context context_length max_position_embeddings",
     )
@@ -150,7 +148,6 @@ class Model(Section):
         ge=1,
         le=2**14,
         exported=True,
-        routing_shape=True,
         other_names="experts num_experts num_local_experts",
     )
     top_k: int = key(
@@ -159,7 +156,6 @@ class Model(Section):
         ge=1,
         le=2**14,
         exported=True,
-        routing_shape=True,
         other_names="topk num_experts_per_tok",
     )
     router_groups: int = key(

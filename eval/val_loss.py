@@ -58,7 +58,7 @@ from report.compare import Difference, clustered
 from runtime import distributed
 
 TEXT_FIELD = "text"  # the field of JSON and parquet rows that holds the document
-MAX_LOSS = 20  # nats per token; guessing among 2^16 tokens is 11: beyond, perplexity is "inf"
+MAX_LOSS = 99.0  # nats per token; guessing among 2^16 tokens is 11, and e^710 overflows
 # {key in val_loss.json: its column and format}
 COLUMNS = {
     "data": ("data", ""),
@@ -112,7 +112,7 @@ class Corpus(NamedTuple):
             "loss": loss.mean,
             "low": loss.low,
             "high": loss.high,
-            "perplexity": math.exp(loss.mean) if loss.mean < MAX_LOSS else math.inf,
+            "perplexity": math.exp(min(loss.mean, MAX_LOSS)),
             "bits_per_byte": bits / self.bytes if self.bytes else math.nan,
         }
 
@@ -179,15 +179,16 @@ def open_corpus(
     config = trained.config
     block = config.model.block_size
     folder = find_set(trained, name)
-    if not folder:
-        if Path(name).is_file():
-            return open_text(Path(name), tokenizer, block, args.stride or block)
+    if not folder and Path(name).is_file():
+        return open_text(Path(name), tokenizer, block, args.stride or block)
+    if not folder and args.data:
         sets = ", ".join(list_sets(Path(config.data.dir))) or "none"
         raise DataError(
             f"--data {name}: no such file, and no prepared set here or in {config.data.dir}, "
             f"which holds {sets}; name one of these or a text file, or prepare it "
             f"(python -m data.prepare --help)"
         )
+    folder = folder or Path(name)  # the run's own is missing
     tokens = open_set(trained, folder, args.split)
     if args.stride:
         windows = cut_windows(len(tokens), block, args.stride)
@@ -233,18 +234,21 @@ def open_text(path: Path, tokenizer: Tokenizer, block: int, stride: int) -> Corp
 
 
 @lru_cache
-def token_lengths(tokenizer: Tokenizer) -> np.ndarray | None:
-    """UTF-8 bytes by id; None if they depend on the tokens around."""
+def describe_bytes(tokenizer: Tokenizer) -> tuple[np.ndarray | None, bool]:
+    """UTF-8 bytes by id, None if they depend on the tokens around; and whether a space is added.
+
+    Some tokenizers put it before each document.
+    """
+    adds_space = tokenizer.decode(tokenizer.encode("a")).startswith(" ")
     if isinstance(tokenizer, FileTokenizer) and not tokenizer.byte_level:
-        return None
-    return np.array([*map(len, token_bytes(tokenizer)), 0])  # the last, end-of-text, has none
+        return None, adds_space
+    # the last, end-of-text, has none
+    return np.array([*map(len, token_bytes(tokenizer)), 0]), adds_space
 
 
 def count_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
     """UTF-8 bytes of the text that ids of a set, (n,), stand for."""
-    lengths = token_lengths(tokenizer)
-    # some tokenizers put a space before each document
-    adds_space = tokenizer.decode(tokenizer.encode("a")).startswith(" ")
+    lengths, adds_space = describe_bytes(tokenizer)
     textless = (tokenizer.eot, getattr(tokenizer, "unk", None))
     size = 0
     for document in np.split(ids, np.flatnonzero(ids == tokenizer.eot)):

@@ -54,13 +54,6 @@ class WandbTracker:
         self.run.log(flatten_line(line, self.first_layer), step=line["step"])
         self.recall([line])
 
-    def summarize(
-        self, values: Line, name: str, head: list[str], rows: list[list[str]], step: int
-    ) -> None:
-        """Add results after training: `values` to the summary, and a table `name` at `step`."""
-        self.run.summary.update(values)
-        self.run.log({name: self.wandb.Table(columns=head, data=rows)}, step=step)
-
     def finish(self, exit_code: int = 0) -> None:
         """Wait, for WANDB_SECONDS at most, until all is sent; `exit_code` 0 means success."""
         self.run.finish(exit_code)

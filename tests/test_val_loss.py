@@ -213,6 +213,7 @@ ERRORS = {
     "RUN --data HERE/other": "other: its tokenizer ('gpt2') is not that of dense",
     "RUN --data HERE/small": "20 tokens, but one window of block_size 32 needs 33",
     "RUN --data HERE/damaged": "damaged/val-00000.bin: expected sha256",
+    "HERE/moved": "HERE/gone/tiny: no such data set. Prepare it",
     "RUN HERE/short": "short and RUN differ in tokenizers, sets or windows: name the set",
     "RUN HERE/short.txt": "short.txt: no such folder; give a run's folder",
 }
@@ -228,7 +229,9 @@ def faulty(module_tiny, tmp_path_factory, fake_ranks):
     write_set(folder / "damaged", ByteTokenizer())
     (folder / "damaged/val-00000.bin").write_bytes(b"y\0" * 99)
     train_run(config := module_tiny("model.router=dense", "run.name=short", "model.block_size=16"))
-    shutil.copytree(path_of(config), folder / "short")
+    file = shutil.copytree(path_of(config), folder / "short") / "config.toml"
+    moved = shutil.copytree(path_of(config), folder / "moved") / "config.toml"
+    moved.write_text(file.read_text().replace(config.data.dir, str(folder / "gone")))
     return folder
 
 
