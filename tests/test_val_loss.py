@@ -146,6 +146,7 @@ def test_windows_overlap_from_the_start_of_a_set(dense_run, score, corpus):
     (line,), _ = score("--stride", 20, "--windows", 3)
     ids = tokens[: 32 + 2 * 20 + 1]
     assert (line["windows"], line["tokens"], line["stride"]) == (3, len(ids) - 1, 20)
+    assert EOT not in ids and line["low"] < line["loss"] < line["high"]  # over its windows
     model = load_model(dense_run).model
     nats = by_hand(model, [ids], 32, 20)
     assert_close(line["loss"], np.mean(nats), "loss")
