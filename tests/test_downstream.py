@@ -13,7 +13,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import lm_eval
-import numpy as np
 import pytest
 import torch
 from conftest import WORDS as BASIC
@@ -440,31 +439,34 @@ def test_table_of_results():
     assert rows[2:] == [["group", "", "0.5000"]]
 
 
-def test_bits_of_answers_that_are_several_or_none():
-    """The most likely of several right ones; a text to continue; an answer that is not among the
-    choices.
+@pytest.mark.parametrize(
+    ("target", "kind", "wanted"),
+    [
+        ([0, 1], "multiple_choice", 1),  # 6 bits for " three", 8 for " one"
+        ("no", "multiple_choice", 3),
+        (2, "multiple_choice", 3),
+        ("four", "multiple_choice", None),
+        (3, "multiple_choice", None),
+        (-100, "multiple_choice", None),
+        ("one", "loglikelihood", 2),
+        ("one", "generate_until", None),
+    ],
+)
+def test_bits_of_answers_that_are_several_or_none(target, kind, wanted):
+    """The most likely of several right ones; a text to continue; an answer that is no choice. The
+    harness logs documents out of order, and again by another filter.
     """
-
-    def bits(target, *likelihoods, kind="multiple_choice"):
-        task = SimpleNamespace(OUTPUT_TYPE=kind, multiple_input=0)
-        task.doc_to_choice = lambda doc: ["one", "three", "no"]
-        answers = [" caf\u00e9"] if kind == "loglikelihood" else [" one", " three", " no"]
-        sample = {"doc": {}, "target": target}
-        sample["arguments"] = [("so", answer) for answer in answers]
-        sample["resps"] = [[(-bits * math.log(2), False)] for bits in likelihoods]
-        return tasks.answer_bits(task, sample)
-
-    assert bits([0, 1], 8, 6, 1) == pytest.approx(1)  # 6 bits for " three", 8 for " one"
-    assert bits("no", 8, 6, 9) == pytest.approx(3) and bits(2, 8, 6, 9) == pytest.approx(3)
-    assert bits("four", 8, 6, 9) is bits(3, 8, 6, 9) is bits(-100, 8, 6, 9) is None
-    assert bits(" caf\u00e9", 12, kind="loglikelihood") == pytest.approx(2)
-    assert bits("x", 12, kind="generate_until") is None
-    samples = []  # as a rank gathers them, and once more by another filter
-    for number, kind in ((1, "none"), (0, "none"), (1, "strict")):
-        sample = {"doc_id": number, "filter": kind, "metrics": ["acc"], "acc": number}
-        samples.append(sample | {"target": "", "doc": {}})
-    task = SimpleNamespace(OUTPUT_TYPE="generate_until")
-    assert tasks.list_values(task, samples) == {"acc": [0.0, 1.0]}
+    task = SimpleNamespace(OUTPUT_TYPE=kind, multiple_input=0)
+    task.doc_to_choice = lambda doc: ["one", "three", "no"]
+    sample = {"doc": {}, "target": target, "metrics": ["acc"]}
+    sample["arguments"] = [("so", " one"), ("so", " three"), ("so", " no")]
+    sample["resps"] = [[(-bits * math.log(2), False)] for bits in (8, 6, 9)]
+    samples = []
+    for number, name in ((1, "none"), (0, "none"), (1, "strict")):
+        samples.append(sample | {"doc_id": number, "filter": name, "acc": number})
+    values = tasks.list_values(task, samples)
+    assert values.pop("acc") == [0.0, 1.0]
+    assert values == ({} if wanted is None else {"bits_per_byte": pytest.approx([wanted] * 2)})
 
 
 ANSWERS = {"doc_to_choice": ["Oui", "Non, été"], "doc_to_target": "{{label}}"}
@@ -559,17 +561,6 @@ def test_scores_equal_one_pass_per_pair(router, pos, tokens):
     (whole, other), pieces = scorer.score([(context, long), pairs[0]]), scorer.score(parts)
     assert whole.loglikelihood == pytest.approx(sum(piece.loglikelihood for piece in pieces))
     assert pieces[-1].greedy and not whole.greedy and other == scorer.score(pairs[:1])[0]
-
-
-def test_logits_in_memory_are_few(monkeypatch):
-    """Of three positions at a time here; scores are those of all at once."""
-    model = small_model(**{"model.router": "dense"})
-    pairs = [([1, 2, 3], [4, 5, 6, 7]), ([8], [9, 10])]
-    wanted = Scorer(model).score(pairs)
-    monkeypatch.setattr(scoring, "LOGITS", 3 * 64 + 63)
-    sizes, logits = [], model.logits
-    monkeypatch.setattr(model, "logits", lambda x: sizes.append(len(x)) or logits(x))
-    assert np.allclose(Scorer(model).score(pairs), wanted) and sizes == [3, 3]
 
 
 class Recorder(LM):
