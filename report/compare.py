@@ -2,7 +2,6 @@
 
     paired([2.1, 2.3, 2.2], [2.0, 2.1, 2.1])     Student's t over pairs, such as seeds
     clustered(differences, documents)            windows of one document are one observation
-    independent([2.1, 2.3], [2.0, 2.1, 2.1])     Welch's t over runs that share nothing
     holm(p_values), judge(differences, margin)   of a family of comparisons
 
 Intervals are of 95%, written as [low, high]. ± stands for the standard deviation over seeds, here
@@ -32,7 +31,7 @@ class Difference(NamedTuple):
         low: lower end of its 95% interval.
         high: upper end.
         p: two-sided p-value of no difference.
-        n: the independent observations: pairs, clusters, or runs of both.
+        n: the independent observations: pairs or clusters.
     """
 
     mean: float
@@ -81,21 +80,6 @@ def paired(first: ArrayLike, second: ArrayLike = 0.0) -> Difference:
         return Difference(float(differences.mean()), n=n)
     error = float(differences.std(ddof=1)) / math.sqrt(n)
     return student(float(differences.mean()), error, n - 1.0, n)
-
-
-def independent(first: ArrayLike, second: ArrayLike) -> Difference:
-    """Mean of first minus mean of second over runs that share nothing, as Welch's ttest_ind."""
-    samples = [np.asarray(values, np.float64) for values in (first, second)]
-    mean = float(samples[0].mean() - samples[1].mean())
-    sizes = np.array([len(sample) for sample in samples])
-    if min(sizes) < 2:
-        return Difference(mean, n=int(sizes.sum()))
-    parts = np.array([sample.var(ddof=1) for sample in samples]) / sizes
-    variance = parts.sum()
-    freedom = 1.0
-    if variance > 0:
-        freedom = float(variance**2 / (parts**2 / (sizes - 1)).sum())
-    return student(mean, math.sqrt(variance), freedom, int(sizes.sum()))
 
 
 def clustered(

@@ -34,9 +34,8 @@ from runtime.runs import Run
 MIN_SEEDS = 3  # two seeds have one degree of freedom: the quantile of t is 12.7
 FIRST_IN_LABELS = select_keys("label", "first")
 LAST_IN_LABELS = select_keys("label", "last")
-# Keys in which variants of a group may differ besides the router, in the order of labels.
-OPTION_KEYS = [key for key in select_keys("report", "option") if key not in LAST_IN_LABELS]
-OPTION_KEYS += LAST_IN_LABELS
+# Keys in which variants of a group may differ besides the router.
+OPTION_KEYS = select_keys("report", "option")
 SETTING_KEYS = select_keys("report", "setting")
 
 WINDOWS = "val/window_losses"

@@ -16,7 +16,7 @@ from report.compare import UNDECIDED
 from report.frame import MIN_SEEDS, Comparison, Group, compare_group, group_runs
 from report.overview import build_overview, count_states
 from report.paper import build_paper_table, check_experiment
-from report.pictures import Picture, draw_group
+from report.plots import Picture, draw_group
 from runtime.runs import Run, format_time, read_runs
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -81,8 +81,7 @@ def describe_verdicts(pairs: Sequence[Comparison], group: Group, baseline: str) 
     with_baseline.sort(key=lambda pair: pair.difference.mean)
     decided = [f"{p.left} {p.verdict}" for p in with_baseline if UNDECIDED not in p.verdict]
     n_undecided = len(with_baseline) - len(decided)
-    names = ", ".join(decided) or "nothing"
-    return f"Against {baseline}: decided: {names}; undecided: {n_undecided}."
+    return f"Against {baseline}: {'; '.join([*decided, f'{n_undecided} undecided'])}."
 
 
 def format_page(

@@ -133,9 +133,9 @@ def describe_group(group: Group) -> str:
     documents = set(run.evaluations[run.last_evaluated].get("val/window_documents", ()))
     if documents:
         windows += f" of {plural(len(documents), 'document')}"
-    sizes = []
+    sizes = {}
     for total, active in sorted({count_parameters(r.config.model) for r in group.shown}):
-        sizes.append(f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active")
+        sizes[f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active"] = None
     return (
         f"{run.config.data.label}: {steps} steps of {tokens:,} tokens; {windows}. "
         f"{' or '.join(sizes)}. Losses in {name_unit(run)}."

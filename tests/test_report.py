@@ -31,7 +31,7 @@ from report import tables
 from report.frame import DOCUMENTS, compare_group, group_runs
 from report.overview import build_overview, count_states
 from report.paper import NUMBERS, build_paper_table
-from report.pictures import collect_differences
+from report.plots import collect_differences
 from runtime import FAILURE_FILE
 from runtime.runs import Run, read_runs
 

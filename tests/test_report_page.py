@@ -16,7 +16,7 @@ from runs import REPO_ROOT
 from scipy import stats
 
 import report.__main__ as report
-from report import pictures, plots
+from report import plots
 from report.blocks import Table
 from report.frame import compare_group
 from report.page import Report, Section, describe_verdicts, format_page
@@ -26,7 +26,7 @@ from runtime.runs import Run
 
 
 def draw_losses(group, baseline="kern"):
-    figure = pictures.draw_losses(group, baseline)
+    figure = plots.draw_losses(group, baseline)
     figure.draw_without_rendering()
     return figure
 
@@ -42,9 +42,9 @@ def read_curve(axes, label):
 
 
 # ---- pictures
-@pytest.mark.parametrize("points", [10, 40])
-def test_curves_over_steps_are_those_of_the_runs(tmp_path, points):
-    """Mean and range of losses, and the difference with its interval; few have bars, not bands."""
+def test_curves_over_steps_are_those_of_the_runs(tmp_path):
+    """Mean and range of losses, and the difference with its interval."""
+    points = 40
     runs = make_seeds(tmp_path, {"kern": 2, "tanh": 2.01}, 3, noise=0.003, points=points)
     (group,) = load_groups(*runs)
     figure = draw_losses(group)
@@ -74,11 +74,6 @@ def test_curves_over_steps_are_those_of_the_runs(tmp_path, points):
 def test_curves_over_a_key_show_all_points(tmp_path):
     (group,) = load_groups(*make_curves(tmp_path), key="model.gate_norm")
     losses, minus = draw_losses(group).axes
-    rows = []
-    for x in (1, 2, 8):
-        of_x = [loss_of(tmp_path / f"{x}/kern{seed}") for seed in range(4)]
-        rows.append((x, np.mean(of_x), min(of_x), max(of_x)))
-    assert read_curve(losses, "kern") == pytest.approx(np.array(rows))
     assert [tick.get_text() for tick in losses.get_xticklabels()] == ["1", "2", "8"]
     places = losses.transData.transform([(x, 2.0) for x in (1, 2, 8)])[:, 0]
     assert np.diff(places)[1] == pytest.approx(2 * np.diff(places)[0])  # a factor of 4, and of 2
@@ -101,15 +96,15 @@ def test_of_many_routers_the_baseline_and_the_best_have_colours(tmp_path):
         assert len(lines) == n_coloured and not {"sqrtsoftplus", "kern-after"} & lines.keys()
         greys = [line for line in axes.get_lines() if line.get_color() == plots.GREY]
         assert [line.get_label() for line in greys] == ["2 others", "_"]
-    finals = [line.get_ydata()[-1] for line in losses.get_lines() if line in losses.get_lines()]
-    assert min(finals) == pytest.approx(loss_of(runs["tanh"]))
+    finals = [line.get_ydata()[-1] for line in losses.get_lines()[-2:]]
+    assert finals == pytest.approx([loss_of(runs[name]) for name in ("kern-after", "sqrtsoftplus")])
 
 
 def test_loads_are_those_of_the_runs(tmp_path):
     """A row for each layer; × marks experts without a token."""
     runs = make_seeds(tmp_path, {"softmax": 2, "kern": 2}, 1)
     (group,) = load_groups(*runs)
-    axes, _ = pictures.draw_loads(pictures.collect_loads(group)).axes
+    axes, _ = plots.draw_loads(group).axes
     loads = [np.array(Run(run).evaluations[1000]["val/loads"], float) for run in runs]
     shares = np.concatenate(loads) / np.concatenate(loads).mean(axis=1, keepdims=True)
     wanted = np.flip(np.sort(shares, axis=1), axis=1)
@@ -157,7 +152,7 @@ def test_the_page_and_the_terminal_have_what_the_files_have(tmp_path, call):
         assert f"{young} is not compared: stopped at step 300 of 1,000" in text
         for run, loss in zip(runs, losses, strict=True):
             assert re.search(rf"{run} \S+, seed \d finished .*?{loss:.4f}", text)
-    places = [page.index(text) for text in ("decided: tanh higher; undecided: 0", difference,
+    places = [page.index(text) for text in ("Against kern: tanh higher; 0 undecided.", difference,
                                             mean, str(runs[0]), "How to read")]  # fmt: skip
     assert places == sorted(places)
     assert len(images) == 3 and "tanh higher" in images[0]
@@ -172,7 +167,7 @@ def test_the_page_and_the_terminal_have_what_the_files_have(tmp_path, call):
 
 def test_names_cannot_break_the_page():
     table = Table("Losses", [{"a|b": "<i>", "c": "1 ± 2", "empty": ""}])
-    picture = pictures.Picture(b"<svg/>", "<u>")
+    picture = plots.Picture(b"<svg/>", "<u>")
     section = Section("<b> & co", "c <script>", [picture], [table])
     args = report.build_report_parser().parse_args(["runs", "--follow", "--every=7"])
     page = format_page(Report([], [], ["1 < 2"]), [section], args, ["report", "<script>"]).decode()
@@ -191,7 +186,7 @@ def test_verdicts_in_words(tmp_path):
     (group,) = load_groups(*runs)
     for baseline in ("kern", "kern, gate_norm 2", "tanh, gate_norm 1"):
         said = describe_verdicts(compare_group(group, baseline), group, baseline)
-        assert said == f"Against {baseline}: decided: tanh, gate_norm 2 higher; undecided: 2."
+        assert said == f"Against {baseline}: tanh, gate_norm 2 higher; 2 undecided."
 
 
 BARE = ["val/window", "val/load", "val/gate", "val/dead", "router/", "perf/"]
