@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -189,7 +190,9 @@ def test_claim_and_config_survive_a_power_failure(disk_calls, tiny):
     (Stopped("saved"), "stopped", ""),
     (KeyboardInterrupt(), "stopped", ""),
 ])  # fmt: skip
-def test_an_error_is_written_to_the_folder_until_the_next_start(tiny, error, state, trouble):
+def test_an_error_is_written_to_the_folder_until_the_next_start(
+    tiny, monkeypatch, error, state, trouble
+):
     run = leave_config(tiny())
     for trained in (True, False):  # a start that was refused leaves the run as it was
         with pytest.raises(type(error) if trained else RunError), run.claim(ALONE):
@@ -202,3 +205,7 @@ def test_an_error_is_written_to_the_folder_until_the_next_start(tiny, error, sta
     with run.claim(ALONE):
         pass
     assert Run(run.path).status.state == "stopped"
+    with monkeypatch.context() as patch, pytest.raises(type(error)), run.claim(ALONE):
+        (run.path / "metrics.jsonl").write_text("")
+        patch.setattr("runtime.folder.write_atomic", mock.Mock(side_effect=OSError("full disk")))
+        raise error  # which a failure to write it must not hide

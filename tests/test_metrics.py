@@ -190,6 +190,10 @@ def test_numbers_of_a_run_that_starts_over_are_kept_in_another_file(tmp_path, ca
         assert (said in capsys.readouterr().out) == is_first
         assert steps(tmp_path, "metrics.old.jsonl") == [0, 1, 2]
         assert steps(tmp_path) == [0] and len([*(tmp_path / "arrays.old").iterdir()]) == 2
+    log_run(tmp_path).close()
+    Metrics(tmp_path, -1).close()  # a longer one does
+    assert max(steps(tmp_path, "metrics.old.jsonl")) == 5
+    assert len([*(tmp_path / "arrays.old").iterdir()]) == 7
 
 
 def test_lists_in_the_metrics_of_old_runs_are_read_and_kept(tmp_path):

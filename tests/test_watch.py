@@ -222,12 +222,14 @@ def test_files_that_change_are_read_again(tmp_path):
     """Also with old times, as of a file that was put back or removed; the others are not."""
     folder = fake_runs.make_run(tmp_path / "a", end=2.0)
     array = folder / "arrays/val_00000001.npz"
+    (tmp_path / "report").mkdir()  # of scripts.report: among `runs/*`, and no run
+    (tmp_path / "report/report.html").touch()
     left_out = []
     for change in (lambda: None, lambda: array.write_bytes(b"cut"), array.unlink):
         change()
         if array.exists():
             os.utime(array, (0, 0))
-        left_out.append(read_runs([tmp_path])[1])
+        left_out.append(read_runs(tmp_path.glob("*"))[1])
     assert left_out[0] == left_out[2] == []
     assert f"{array} is damaged" in left_out[1][0]
     ((run,), _) = read_runs([tmp_path])
