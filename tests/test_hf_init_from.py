@@ -288,6 +288,16 @@ def test_another_router_takes_the_weights_in_common(tiny, source):
     )
 
 
+def test_first_positions_and_ids_are_taken(tiny, source):
+    wanted = load_model(folder.path_of(source)).model
+    model, words = start(start_from(tiny, source, "model.block_size=20", "model.vocab_size=320"))
+    assert (
+        "; model.vocab_size changes from 257 to 320; model.block_size changes from 32 to" in words
+    )
+    assert model.wpe.weight.equal(wanted.wpe.weight[:20])
+    assert model.wte.weight[:257].equal(wanted.wte.weight) and model.wte.weight[257:].all()
+
+
 def test_a_routers_constant_is_that_of_the_new_settings(tiny):
     """Whichever of them differs alone."""
     run(mc := tiny("run.name=mc", "model.router=kern-mc", "train.max_steps=1"))
