@@ -303,7 +303,7 @@ def describe_rank_problem(config: Config, world_size: int, local_size: int) -> s
     if parallel not in possible:
         return (
             f"train.parallel = {parallel} is not possible with {world_size} rank(s), {local_size} "
-            f"on this node: set --train.parallel to one of {', '.join(possible)}, or start more "
+            f"on this node: set --train.parallel={' or '.join(possible)}, or start more "
             "ranks with torchrun"
         )
     n = count_expert_ranks(config)
