@@ -80,20 +80,3 @@ def sample_square(
         variance = max(total_of_squares / count - mean**2, 0)
         if math.sqrt(variance / count) <= PRECISION * mean:
             return mean
-
-
-def score_deviation(config: ModelConfig) -> float:
-    """Standard deviation over the experts of a fresh token's scores, to three digits; 1 if dense.
-
-    Sampled with a seed. The track gives rates of the selection bias in this unit.
-    """
-    spec = find_spec(config.router)
-    if spec is None:
-        return 1.0
-    tau = config.init_std * config.router_init_ratio * math.sqrt(config.n_embd)
-    generator = torch.Generator().manual_seed(0)
-    logits = tau * torch.randn(4096, config.n_expert, generator=generator, device="cpu")
-    with torch.random.fork_rng(devices=[]):
-        router = Router(1, config.n_expert, config.top_k, spec)
-    scores = router.choose(logits).scores  # (4096, E)
-    return float(f"{scores.std(-1).mean().item():.3g}")
