@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from common.command import build_parser, command, require_packages, run_command
-from common.text import plural, text_table
+from common.text import text_table
 from data.bins import describe_faults
 from router import find_spec
 from runtime.signals import EXIT_CODE, Stop
@@ -142,7 +142,7 @@ def verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
                 f"{file}: {line.arm}, setting {line.setting}: {args.track} has "
                 "another arm of this name, or another seed"
             )
-    print(f"{file}: {plural(len(lines), 'run')}, in order")
+    print(f"{file}: {len(lines)} runs, in order")
     print_answers(protocol, lines)
     drawn = SystemRandom().sample(lines, min(args.rerun, len(lines)))
     with TemporaryDirectory() as folder:

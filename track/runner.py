@@ -65,8 +65,8 @@ class Runner:
             device=device_name(pick_device(self.config.train.device)),
             instructions=torch.backends.cpu.get_cpu_capability(),
         )
-        runs = Path(self.config.run.dir, f"track-{Path(file).stem}")
-        self.folder = runs / f"{rung}-{self.made.commit[:8]}"
+        name = f"{rung}-{self.made.commit[:8]}"
+        self.folder = Path(self.config.run.dir, f"track-{Path(file).stem}", name)
 
     def make_point(self, run: ArmAt) -> Point:
         """What train.py runs."""

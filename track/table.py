@@ -38,16 +38,8 @@ def tabulate_questions(protocol: Protocol, answers: Sequence[Answer]) -> Table:
 
 def tabulate_arms(protocol: Protocol, lines: Sequence[Line], counting: float) -> Table:
     """A row for each arm that has a run, after the count table's."""
-    head = [
-        "arm",
-        "runs",
-        "mean loss",
-        "best loss",
-        "at rate",
-        "load imbalance",
-        "dead experts",
-        "diverged",
-    ]
+    head = ["arm", "runs", "mean loss", "best loss at rate", "minus counting", "load imbalance"]
+    head += ["dead experts", "diverged"]
     rows = [["counting", "", "", f"{counting:.4f}", *[""] * 4]]
     for arm in protocol.arms:
         runs = [line for line in lines if line.arm == arm]
@@ -62,8 +54,8 @@ def tabulate_arms(protocol: Protocol, lines: Sequence[Line], counting: float) ->
                 arm,
                 str(len(runs)),
                 format_mean(losses, 4),
-                f"{best[1]:.4f}" if best else "",
-                f"{best[0]:.2g}" if best else "",
+                f"{best[1]:.4f} at {best[0]:.2g}" if best else "",
+                f"{best[1] - counting:+.4f}" if best else "",
                 format_mean([line.load_imbalance for line in ended], 1),
                 format_mean([line.dead_experts for line in ended], 1),
                 str(len(runs) - len(ended)),
@@ -100,8 +92,7 @@ def write_page(protocol: Protocol, records: Path) -> None:
     first = answers[0]
     parts = [describe_power(protocol, first)]
     if len(first.differences) < first.planned:
-        done = f"{len(first.differences)} of {first.planned}"
-        parts.append(f"Runs are going on: {done} pairs of {first.name} are there.")
+        parts.append(f"Runs are going on: {len(first.differences)} of {first.planned} pairs.")
     if lines:
         parts.append(markdown_table(*tabulate_questions(protocol, answers), gap=""))
     parts.append(markdown_table(*tabulate_arms(protocol, lines, counting), gap=""))
