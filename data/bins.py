@@ -11,7 +11,7 @@ import mmap
 import resource
 import shlex
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -264,14 +264,9 @@ def check_dataset(folder: Path, vocab_size: int, reads_large: bool = True) -> Me
     if is_large(shards):
         shards = find_changed(folder, shards) if reads_large else []
 
-    def scan(shard: Shard) -> str | None:
-        _, faults = scan_shard(folder / shard.name, shard.sha256, meta.tokenizer)
-        return f"{folder / shard.name}: {faults[0]}" if faults else None
-
-    with ThreadPoolExecutor() as pool:  # hashing and numpy release the interpreter lock
-        for fault in pool.map(scan, shards):
-            if fault:
-                raise DataError(f"{fault}. {_name_remedy(meta)}")
+    for shard, (_, faults) in scan_shards(folder, shards, meta.tokenizer):
+        if faults:
+            raise DataError(f"{folder / shard.name}: {faults[0]}. {_name_remedy(meta)}")
     return meta
 
 
@@ -315,39 +310,44 @@ def list_shards(meta: Meta) -> list[Shard]:
     return meta.splits["train"].files + meta.splits["val"].files
 
 
-def scan_shard(
-    path: Path,
-    sha256: str,
+def scan_shards(
+    folder: Path,
+    shards: Sequence[Shard],
     tokenizer: TokenizerInfo,
     progress: Callable[[int], object] = lambda tokens: None,
-) -> tuple[int, list[str]]:
-    """Read a shard completely and check it.
+) -> Iterator[tuple[Shard, tuple[int, list[str]]]]:
+    """Read shards completely, several at once, and check them.
 
     Args:
-        path: the shard.
-        sha256: the expected hash.
+        folder: of the set.
+        shards: its files.
         tokenizer: its vocabulary has all ids.
         progress: called with the number of tokens read since the last call.
 
-    Returns:
-        (the number of end-of-text tokens, descriptions of the faults).
+    Yields:
+        (the shard, (the number of end-of-text tokens, descriptions of the faults)).
     """
-    digest = hashlib.sha256()
-    ends = 0
-    position = 0
-    bad_id = ""
-    with path.open("rb") as file:
-        while data := file.read(CHUNK_BYTES):
-            digest.update(data)
-            ids = np.frombuffer(data, "<u2")
-            ends += int(np.count_nonzero(ids == tokenizer["eot"]))
-            bad_id = bad_id or _find_bad_id(ids, tokenizer["vocab_size"], position)
-            position += len(ids)
-            progress(len(ids))
-    faults = [bad_id] if bad_id else []
-    if digest.hexdigest() != sha256:
-        faults.append(f"expected sha256 {sha256}, found {digest.hexdigest()}")
-    return ends, faults
+
+    def scan(shard: Shard) -> tuple[int, list[str]]:
+        digest = hashlib.sha256()
+        ends = 0
+        position = 0
+        bad_id = ""
+        with (folder / shard.name).open("rb") as file:
+            while data := file.read(CHUNK_BYTES):
+                digest.update(data)
+                ids = np.frombuffer(data, "<u2")
+                ends += int(np.count_nonzero(ids == tokenizer["eot"]))
+                bad_id = bad_id or _find_bad_id(ids, tokenizer["vocab_size"], position)
+                position += len(ids)
+                progress(len(ids))
+        faults = [bad_id] if bad_id else []
+        if digest.hexdigest() != shard.sha256:
+            faults.append(f"expected sha256 {shard.sha256}, found {digest.hexdigest()}")
+        return ends, faults
+
+    with ThreadPoolExecutor() as pool:  # hashing and numpy release the interpreter lock
+        yield from zip(shards, pool.map(scan, shards), strict=True)
 
 
 def fingerprint(meta: Meta) -> dict[str, str]:

@@ -314,29 +314,28 @@ def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
     """
     path = partial / PROGRESS_FILE
     if path.exists() and not force:
-        remedy = "start over with --force, or choose another --name"
         try:
             progress = read_json(path, Progress)
         except DamagedFile as error:
-            raise DataError(f"{error}: {remedy}") from None
-        changes = describe_changes(progress.made_from, made_from)
-        if changes:
-            raise DataError(
-                f"{partial} holds an unfinished set made with other arguments or files "
-                f"({changes}): resume with those, {remedy}"
-            )
+            raise DataError(f"{error}: start over with --force") from None
+        refuse_changes(progress.made_from, made_from, f"{partial} holds an unfinished set made")
         return progress
     path.unlink(missing_ok=True)
     return Progress(made_from)
 
 
-def describe_changes(before: dict, now: dict) -> str:
-    """Describe the keys whose values differ; empty if none does."""
-    texts = []
-    for key in sorted(before | now):
-        if before.get(key) != now.get(key):
-            texts.append(f"{key} was {before.get(key)!r:.40}, is {now.get(key)!r:.40}")
-    return "; ".join(texts)
+def refuse_changes(recorded: dict, now: dict, made: str) -> None:
+    """Raise DataError, which begins with `made`, if two records of arguments and files differ."""
+    changes = []
+    for key in sorted(recorded | now):
+        before, value = recorded.get(key), now.get(key)
+        if before != value:
+            changes.append(f"{key} was {before!r:.40}, is {value!r:.40}")
+    if changes:
+        raise DataError(
+            f"{made} with other arguments or files ({'; '.join(changes)}): use those, start over "
+            "with --force, or choose another --name"
+        )
 
 
 def tokenize(
@@ -419,12 +418,7 @@ def check_existing(folder: Path, provenance: dict, args: argparse.Namespace) -> 
     if Path(args.tokenizer, TOKENIZER_FILE).is_file():
         now["tokenizer_files"] = identity(load_tokenizer(args.tokenizer))
         recorded["tokenizer_files"] = meta.tokenizer
-    changes = describe_changes(recorded, now)
-    if changes:
-        raise DataError(
-            f"{folder} was made with other arguments, or its files have changed ({changes}): "
-            f"replace it with --force, or choose another --name"
-        )
+    refuse_changes(recorded, now, f"{folder} was made")
     return check_dataset(folder, meta.tokenizer["vocab_size"])
 
 

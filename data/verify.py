@@ -9,7 +9,6 @@ time of meta.json becomes that of the check (`bins.find_changed`).
 
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.command import build_parser, command, run_command
@@ -40,18 +39,14 @@ def verify_dataset(folder: Path) -> str:
     bins.check_lengths(folder, meta)
     started = time.time_ns()  # a change while files are read is one after the check
     faults: list[str] = []
-
-    def scan(shard: bins.Shard) -> tuple[int, list[str]]:
-        return bins.scan_shard(folder / shard.name, shard.sha256, meta.tokenizer, bar.update)
-
     total = sum(split.tokens for split in meta.splits.values())
-    bar = progress_bar(desc="tokens", total=total, unit_scale=True)
-    with bar, ThreadPoolExecutor() as pool:  # hashing and numpy release the interpreter lock
+    with progress_bar(desc="tokens", total=total, unit_scale=True) as bar:
         for name, split in meta.splits.items():
-            scans = list(pool.map(scan, split.files))
-            for shard, (_, shard_faults) in zip(split.files, scans, strict=True):
+            ends = 0
+            scans = bins.scan_shards(folder, split.files, meta.tokenizer, bar.update)
+            for shard, (shard_ends, shard_faults) in scans:
+                ends += shard_ends
                 faults += [f"{shard.name}: {fault}" for fault in shard_faults]
-            ends = sum(count for count, _ in scans)
             # of documents that are cut the last part has no end, see encode.py
             if ends != split.documents - (meta.source.get("split") == "ends"):
                 documents = f"meta.json says {split.documents:,} documents"

@@ -325,10 +325,13 @@ def test_a_changed_large_set_is_refused(tmp_path, monkeypatch, capsys):
     ids[-1] = 256
     folder = write_ids(tmp_path / "set", ids, ids[-100:], 100_000)
     scanned = []
-    scan = bins.scan_shard
-    monkeypatch.setattr(
-        bins, "scan_shard", lambda path, *args: scanned.append(path.name) or scan(path, *args)
-    )
+    scan = bins.scan_shards
+
+    def note_and_scan(folder, shards, *args):
+        scanned.extend(shard.name for shard in shards)
+        return scan(folder, shards, *args)
+
+    monkeypatch.setattr(bins, "scan_shards", note_and_scan)
     check_dataset(folder, 257)
     assert scanned == [] and capsys.readouterr().out == ""
 

@@ -122,7 +122,8 @@ def test_a_folder_is_read_in_order_and_says_what_is_left(run, tmp_path):
     }
     source = corpora.write_tree(tmp_path / "in", files)
     (source / "deep/self").symlink_to(".")
-    (source / "k").symlink_to("deep")
+    for number in range(9):
+        (source / f"k{number}").symlink_to("deep")
     out = run("text", "--source", source, "--val-fraction", 0.5)
     left = out.partition("; left: ")[2].splitlines()[0]
     counts = {"3 hidden", "4 cards of data sets", "2 .pdf", "1 without an ending"}

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from data import DataError, bins, prepare
 from data.bins import open_tokens, read_meta
-from data.round_trip import count_changes, show_difference
+from data.round_trip import Loss, count_changes, show_difference
 from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, token_bytes
 from data.verify import main as verify
 from eval.val_loss import count_bytes, open_text
@@ -190,7 +190,7 @@ def test_a_set_is_of_one_tokenizer(run, folders, tmp_path, small_batches, stop_a
     write_tree(folder, first)
     assert "resuming after" in run(*args) and "already there" in run(*args)
     write_tree(folder, changed)
-    assert "have changed (tokenizer_files was " in run(*args, code=2)
+    assert "was made with other arguments or files (tokenizer_files was " in run(*args, code=2)
     (folder / "tokenizer.json").unlink()  # a set does not need the files that it was made of
     assert "already there" in run(*args)
 
@@ -315,6 +315,17 @@ def test_losses_that_come_late_are_refused(run, tmp_path, monkeypatch, small_bat
     assert "warning: tokenizer no digits: decode(encode(x)) differs for 2 of 12" in run(
         *args, "--allow-loss", "--force"
     )
+
+
+def test_long_documents_are_compared_throughout(monkeypatch):
+    """Of each 32 pieces the first; other documents are not compared."""
+    monkeypatch.setattr("data.round_trip.PIECE", 4)
+    for text, different in (("a" * 4 * 64 + "b1", 1), ("a" * 4 * 63 + "1bbb" + "a" * 9, 0)):
+        loss = Loss()
+        loss.compare(NoDigits(), text, "here")
+        assert loss.counts["different"] == loss.counts["lost"] == different
+        assert loss.example == ("here: 'b1' becomes 'b'" if different else "")
+        assert loss.counts["compared"] == 1
 
 
 @given(text=st.text(max_size=40), decoded=st.text(max_size=40))
