@@ -114,7 +114,10 @@ class Metrics:
             self._write(arrays=bool(self.pending_arrays["val"]))
         except RunError as error:
             if not self.failing:
-                tqdm.write(f"warning: {error}")
+                tqdm.write(
+                    f"warning: {self.path}: lines cannot be written ({error.__cause__}). They wait "
+                    "in memory; make room before the next checkpoint, which is refused without them"
+                )
             self.failing = True
         self._call_tracker("log", line | arrays)
 
