@@ -23,7 +23,7 @@ def make_norm(config: Any, width: int) -> nn.LayerNorm | nn.RMSNorm:
 
 
 class Documents(NamedTuple):
-    """The documents of windows (data.document_mask): positions, and what each position may see."""
+    """The documents of windows: positions, and what each position may see."""
 
     positions: Tensor  # (B, T) int64, counted from the start of a document, or of the window
     # (B, 1, T, T) added to scores: 0 for positions of the same document up to a query's own, else

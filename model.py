@@ -205,7 +205,7 @@ class GPT(nn.Module):
     `config` may be any object with the attributes of `configure.schema.Model`.
 
     Attributes:
-        document_token: the id that starts a document (data.document_mask); None: attention crosses
+        document_token: the id that starts a document; None: attention crosses
             documents.
     """
 
@@ -304,6 +304,11 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         return find_documents(idx, self.document_token, dtype)
+
+    @property
+    def first_scored_layer(self) -> int:
+        """The layers before it are hash layers."""
+        return self.config.n_hash_layer
 
     @property
     def head(self) -> Tensor:

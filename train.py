@@ -102,7 +102,7 @@ def count_step_loads(state: TrainState, micro_batches: list[Batch]) -> Tensor:
 
 
 def auxiliary_loss(
-    train: Train, stats: Stats, step_loads: Tensor | None = None, n_hash_layer: int = 0
+    train: Train, stats: Stats, step_loads: Tensor | None = None, first_scored: int = 0
 ) -> Tensor:
     """Weighted balance loss and z-loss of a micro-batch, mean over layers: (); 0 without routers.
 
@@ -112,8 +112,7 @@ def auxiliary_loss(
         step_loads: (L, E) of the whole step, over all ranks, for scope "global". The loss is linear
             in the scores, so with loads that all micro-batches share it does not depend on how a
             step is divided into micro-batches.
-        n_hash_layer: the first of the L layers, where scores choose no experts: they have no
-            balance loss.
+        first_scored: the layers before it choose no experts by scores: they have no balance loss.
     """
     loss = stats.z_loss.new_zeros(())
     if len(stats.loads) == 0:
@@ -125,7 +124,7 @@ def auxiliary_loss(
             loads = step_loads[:, None]  # (L, 1, E)
         else:
             loads = stats.loads.sum(1, keepdim=True)  # (L, 1, E)
-        by_layer = balance_loss(stats.probability, loads)[n_hash_layer:]
+        by_layer = balance_loss(stats.probability, loads)[first_scored:]
         loss = loss + train.balance_loss_coef * by_layer.mean()
     if train.z_loss_coef:
         loss = loss + train.z_loss_coef * stats.z_loss.mean()
@@ -158,7 +157,7 @@ def run_passes(
     assert out.loss is not None, "there are targets"
     if needs_step_loads(state, train) and accumulation == 1:
         loads = distributed.sum_over_ranks(out.stats.loads.sum(1))
-    aux_loss = auxiliary_loss(train, out.stats, loads, state.model.config.n_hash_layer)
+    aux_loss = auxiliary_loss(train, out.stats, loads, state.model.first_scored_layer)
     ((out.loss + aux_loss) * state.updates.scale / accumulation).backward()
     with torch.no_grad():
         return out.loss.detach(), state.interval.join(out.loss, aux_loss, out.stats)

@@ -24,6 +24,8 @@ def key(
     validation_text: bool = False,
     fixed_by_weights: bool = False,
     exported: bool = False,
+    outside_model: bool = False,
+    chooses: bool = False,
     other_names: str = "",
     choices: Sequence[str] = (),
     **limits: Any,
@@ -50,6 +52,8 @@ def key(
         validation_text: losses of runs can be paired only if they have the same value.
         fixed_by_weights: initial weights (train.init_from) need the value that they had.
         exported: config.json of exports has it under its own name or transformers'.
+        outside_model: it shapes what the model computes, though it is no key of [model].
+        chooses: it sets which experts a token takes.
         other_names: what other projects call it, separated by spaces.
         choices: allowed values of a text that also has other values.
         **limits: ge, le, gt, lt, pattern and others of `pydantic.Field`.
@@ -66,6 +70,8 @@ def key(
         "validation_text": validation_text,
         "fixed_by_weights": fixed_by_weights,
         "exported": exported,
+        "outside_model": outside_model,
+        "chooses": chooses,
         "other_names": other_names,
     }
     if choices:

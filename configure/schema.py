@@ -141,6 +141,7 @@ class Model(Section):
         choices=read_router_names(),
         report="router",
         exported=True,
+        chooses=True,
     )
     n_expert: int = key(
         64,
@@ -156,6 +157,7 @@ class Model(Section):
         ge=1,
         le=2**14,
         exported=True,
+        chooses=True,
         other_names="topk num_experts_per_tok",
     )
     router_groups: int = key(
@@ -167,6 +169,7 @@ class Model(Section):
         le=2**10,
         report="option",
         exported=True,
+        chooses=True,
         other_names="n_group num_expert_group",
     )
     router_group_k: int = key(
@@ -176,6 +179,7 @@ class Model(Section):
         le=2**10,
         report="option",
         exported=True,
+        chooses=True,
         other_names="topk_group",
     )
     expert_hidden: int = key(384, "hidden width of one expert", ge=1, le=2**17, exported=True)
@@ -205,6 +209,7 @@ class Model(Section):
         le=2**10,
         report="option",
         exported=True,
+        chooses=True,
     )
     gate_scale: float = key(
         1.0,
@@ -255,6 +260,11 @@ class Model(Section):
     backend: Literal["auto", "reference", "torch", "triton"] = key(
         "auto", "kernels of experts, LM head", report="neutral"
     )
+
+    @property
+    def has_tables(self) -> bool:
+        """Return True if layers choose experts by tables, which have top_k columns."""
+        return self.n_hash_layer > 0
 
     @property
     def active_hidden(self) -> int:
@@ -329,7 +339,9 @@ class Data(Section):
         label="first",
         validation_text=True,
     )
-    document_mask: bool = key(False, "attention and positions restart at each document of a window")
+    document_mask: bool = key(
+        False, "attention and positions restart at each document of a window", outside_model=True
+    )
 
     @property
     def sets(self) -> dict[str, float]:

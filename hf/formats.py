@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention import kv_heads
-from configure.schema import Model, select_model_keys
+from configure.schema import KEYS, Model, select_model_keys
 from gate_norm import gate_scale
 from runtime import RunError
 
@@ -341,11 +341,11 @@ OPEN_BLOCK = {
     "gated": True,
     "bias": False,
     "n_shared_expert": 0,
-    "n_hash_layer": 0,
-    "router_groups": 1,
-    "router_group_k": 1,
     "dropout": 0.0,
 }
+for name in select_model_keys("chooses"):
+    if name not in ("router", "top_k"):  # without groups and tables
+        OPEN_BLOCK[name] = KEYS[f"model.{name}"]["default"]
 
 
 class OpenMoE(Format):

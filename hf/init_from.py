@@ -173,7 +173,7 @@ def _find_mlp_keys(old: Model, model: Model) -> list[str]:
     keys = ["n_expert", "expert_hidden", "n_shared_expert"]
     if model.router == "dense":
         return ["router", *keys, "top_k"]
-    both_hash = old.n_hash_layer and model.n_hash_layer  # the table of a layer has K columns
+    both_hash = old.has_tables and model.has_tables  # the table of a layer has K columns
     if both_hash or model.top_k > old.n_expert:
         keys.append("top_k")
     return keys
@@ -185,7 +185,7 @@ def _find_changes(old: Model, model: Model) -> dict[str, str]:
     if old.pos == "learned":  # the first positions are used
         keys.append("block_size")
     if old.router != "dense":
-        keys += ["router", "top_k", "n_hash_layer", "router_groups", "router_group_k"]
+        keys += select_model_keys("chooses")
     values = {key: (getattr(old, key), getattr(model, key)) for key in keys}
     if old.router != "dense":
         values["gate_scale"] = (gate_scale(old), gate_scale(model))  # of model.gate_norm, too

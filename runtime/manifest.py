@@ -11,7 +11,7 @@ from typing import Any
 
 from common.files import check_regular
 from configure import Config
-from configure.schema import KEYS
+from configure.schema import KEYS, select_keys
 from runtime import RunError
 
 MANIFEST = "manifest.json"
@@ -79,7 +79,7 @@ def list_model_keys() -> list[str]:
         for key, schema in KEYS.items()
         if key.startswith("model.") and schema["report"] != "neutral"
     ]
-    return [*keys, "data.document_mask"]
+    return [*keys, *select_keys("outside_model")]
 
 
 def describe_model_settings(config: Config) -> dict[str, dict[str, Any]]:

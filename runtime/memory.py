@@ -37,11 +37,11 @@ Shapes = Mapping[str, Sequence[int]]  # {name: shape} of a model's parameters
 def build_one_block(config: Model) -> GPT:
     """A GPT without values that has one block.
 
-    Blocks differ in shape only by the table of a hash layer, which is left out. 1,024 blocks last
-    seconds to build, their hash tables minutes (2 cores, 2026-11-27).
+    Blocks differ in shape only by the table of a hash layer. 1,024 blocks last seconds to build,
+    their hash tables minutes (2 cores, 2026-11-27).
     """
     with torch.device("meta"):
-        return GPT(config.model_copy(update={"n_layer": 1, "n_hash_layer": 0}))
+        return GPT(config.model_copy(update={"n_layer": 1}))
 
 
 @lru_cache(maxsize=1)  # a run asks for those of its config three times
@@ -159,8 +159,6 @@ def estimate_memory(
     if checkpointing:
         block_inputs = model.n_layer * 4 * tokens * model.n_embd  # fp32
         activations = block_inputs + of_block
-    if config.data.document_mask:
-        activations += (CAST_BYTES[dtype] or 4) * tokens * model.block_size
     logits = logits_bytes(model, tokens, dtype)
 
     scoring = 0

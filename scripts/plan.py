@@ -11,8 +11,6 @@ communication.
 import argparse
 import sys
 
-import torch
-
 import configure
 from common.command import build_parser, command, run_command
 from common.text import format_bytes, text_table
@@ -66,13 +64,16 @@ def checkpoint_bytes(config: Config) -> int:
     """Estimate the bytes of one checkpoint.
 
     It has weights and buffers, with train.ema_decay also their running mean, and of each trained
-    weight a step count and AdamW's two moments, or Muon's one.
+    weight a step count and AdamW's two moments, or Muon's one. Tables of hash layers, which are
+    below 1%, are left out.
     """
     model = build_one_block(config.model)
     n_saved = 2 if config.train.ema_decay else 1  # times that weights and buffers are saved
     trained = dict(model.named_parameters())
     n_byte = 2 * TENSOR_OVERHEAD  # the interval's statistics and the counters of updates
     for name, tensor in model.state_dict().items():
+        if name.endswith("hash_table"):
+            continue
         n_copy = n_saved
         n_tensor = n_saved
         if name in trained:
@@ -80,8 +81,7 @@ def checkpoint_bytes(config: Config) -> int:
             n_tensor = n_copy + 1  # and the step count
         n_equal = config.model.n_layer if name.startswith("blocks.") else 1
         n_byte += n_equal * (n_copy * tensor.nbytes + n_tensor * TENSOR_OVERHEAD)
-    table = config.model.vocab_size * config.model.top_k * torch.int64.itemsize
-    return n_byte + n_saved * config.model.n_hash_layer * (table + TENSOR_OVERHEAD)
+    return n_byte
 
 
 def describe_run(config: Config, args: argparse.Namespace) -> str:
