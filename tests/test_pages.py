@@ -258,7 +258,7 @@ def test_the_tests_that_the_documentation_names_exist():
     pattern = r"`(?:tests/)?(?:(test_\w+)(?:\.py)?::)?(test_\w+?)(…|\.py)?`"
     for text in PAGES.values():
         named |= set(re.findall(pattern, text))
-    assert len(named) > 5
+    assert len(named) > 2
     for file, name, end in named:
         text = tests[file] if file else "".join(tests.values())
         assert name in tests or re.search(f"def {name}{'' if end else '[(]'}", text), (
