@@ -13,7 +13,7 @@ import pandas as pd
 from balance import MEASURES
 from common.text import plural
 from report.blocks import Table
-from report.frame import Comparison, Group
+from report.frame import DOCUMENTS, Comparison, Group
 from report.labels import format_tick, format_value, join_labels, name_unit
 from runtime.memory import count_parameters
 
@@ -92,14 +92,16 @@ def find_measures(group: Group) -> dict[str, tuple[str, str]]:
 
     Of a measure of routing that evaluations have, theirs counts.
     """
-    names = {name for run in group.compared for line in run.lines for name in line}
-    evaluated = [name for name in names if name.startswith("val/")]
-    names -= {name.replace("val/", "router/") for name in evaluated}
+    names: set[str] = set()
+    for run in group.compared:
+        names.update(*run.lines)
     labels = dict(LABELS)
     for measure, (label, form, *_) in MEASURES.items():
-        labels |= dict.fromkeys([f"val/{measure}", f"router/{measure}"], (label, form))
-    for name in sorted(name for name in names if LOSSES_AND_SCORES.fullmatch(name)):
-        labels[name] = name, ".4f"
+        is_evaluated = f"val/{measure}" in names
+        labels[f"val/{measure}" if is_evaluated else f"router/{measure}"] = label, form
+    for name in sorted(names):
+        if LOSSES_AND_SCORES.fullmatch(name):
+            labels[name] = name, ".4f"
     return {name: label for name, label in labels.items() if name in names}
 
 
@@ -128,15 +130,16 @@ def describe_group(group: Group) -> str:
     """The text, the length of training, the validation windows and the models' sizes."""
     run = group.shown[0]
     tokens = run.config.train.batch_size * run.config.model.block_size
-    steps = " or ".join(f"{length:,}" for length in sorted({r.max_steps for r in group.shown}))
+    steps = sorted({run.max_steps for run in group.shown})
     windows = f"{run.count_windows():,} validation windows"
-    documents = set(run.evaluations[run.last_evaluated].get("val/window_documents", ()))
+    documents = set(run.evaluations[run.last_evaluated].get(DOCUMENTS, ()))
     if documents:
         windows += f" of {plural(len(documents), 'document')}"
-    sizes = {}
-    for total, active in sorted({count_parameters(r.config.model) for r in group.shown}):
-        sizes[f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active"] = None
+    sizes = []
+    for total, active in sorted({count_parameters(run.config.model) for run in group.shown}):
+        sizes.append(f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active")
     return (
-        f"{run.config.data.label}: {steps} steps of {tokens:,} tokens; {windows}. "
-        f"{' or '.join(sizes)}. Losses in {name_unit(run)}."
+        f"{run.config.data.label}: {' or '.join(f'{length:,}' for length in steps)} steps of "
+        f"{tokens:,} tokens; {windows}. {' or '.join(dict.fromkeys(sizes))}. "
+        f"Losses in {name_unit(run)}."
     )

@@ -265,6 +265,7 @@ def test_follow_writes_the_page_again(tmp_path):
     with subprocess.Popen(command, cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             said = [process.stdout.readline()]
+            time.sleep(1)
             run = make_run(tmp_path / "runs/kern", until=0.5)
             said.append(process.stdout.readline())
             assert 'http-equiv="refresh" content="0.1"' in page.read_text()
