@@ -24,7 +24,6 @@ from configure.check import find_conflicts
 from configure.schema import Model, select_model_keys
 from data.bins import Meta, fingerprint, open_tokenizer, read_meta
 from data.tokenizer import TOKENIZER_FILE
-from eval.trained import load_model
 from gate_norm import gate_scale
 from hf.formats import BUFFERS, FORMATS, Format, Row, dense_width
 from hf.match_gates import match_gates, take_routers
@@ -33,8 +32,10 @@ from hf.weight_files import read_tensors
 from model import GPT
 from router import Router
 from runtime import RankError, RunError, distributed, folder
-from runtime.checkpoint import LazyTensors
+from runtime.checkpoint import LazyTensors, open_weights
+from runtime.manifest import check_model_settings
 from runtime.parallel import copy_shard
+from runtime.runs import Run
 
 NANOGPT_FILE = "ckpt.pt"
 NANOGPT_REMEDY = (
@@ -260,13 +261,17 @@ def _read_folder(place: Path, data: Path) -> Source:
 
 def _read_run(place: Path, data: Path) -> Source:
     """The last checkpoint of a run."""
-    trained = load_model(place, lazy=True)
-    assert trained.lazy is not None
+    run = Run(place)
+    if not run.checkpoints:
+        raise RunError("the run has no checkpoint; train it first")
+    with torch.device("meta"):
+        shapes = GPT(run.config.model)
+    state, metadata = open_weights(run.checkpoint_folder, run.last_step, shapes)
+    check_model_settings(run.config, metadata, place)
     meta = read_meta(data)
-    if trained.metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
+    if metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
         raise _wrong_tokenizer("another", data, meta)
-    description = f"a run at step {trained.step}"
-    return Source(description, trained.config.model, trained.lazy, [])
+    return Source(f"a run at step {run.last_step}", run.config.model, state, [])
 
 
 def _read_transformers(place: Path, data: Path) -> Source:

@@ -410,7 +410,7 @@ def test_place_without_weights_is_refused(tiny, source, monkeypatch):
     os.truncate(sorted(checkpoints(source).glob("*/*.distcp"))[-1], 1000)
     assert "damaged, " in refused(start_from(tiny, source))
     shutil.rmtree(checkpoints(source))
-    assert "no checkpoint, it has none; train it first" in refused(start_from(tiny, source))
+    assert "the run has no checkpoint; train it first" in refused(start_from(tiny, source))
 
 
 def test_weights_of_another_tokenizer_are_refused(tiny, copy, source, corpus, tmp_path):
