@@ -300,11 +300,11 @@ def append_results(trained: Trained, stride: int | None, lines: list[dict[str, A
     run = {"run": trained.config.run.name, "step": trained.step, "stride": stride}
     with file.open("a") as output:
         for line in lines:
-            numbers = {}
+            written = run | line
             for key, value in line.items():
-                is_finite = isinstance(value, str) or math.isfinite(value)
-                numbers[key] = value if is_finite else None
-            output.write(json.dumps(run | numbers) + "\n")
+                if isinstance(value, float) and not math.isfinite(value):
+                    written[key] = None
+            output.write(json.dumps(written) + "\n")
     return file
 
 
@@ -330,7 +330,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     default = "(default: the\nrun's eval.windows; with --stride all)"
     add("--windows", type=parse_windows, metavar="N", help=f"{windows} {default}")
     add_device_argument(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for run in args.runs:
+        if run.is_file():
+            raise ValueError(f"{run}: a file, not a run's folder; name texts by --data {run}")
+    return args
 
 
 @command

@@ -222,7 +222,7 @@ ERRORS = {
     "RUN --data HERE/damaged": "damaged/val-00000.bin: expected sha256",
     "HERE/moved": "HERE/gone/tiny: no such data set. Prepare it",
     "RUN HERE/short": "short and RUN differ in tokenizers, sets or windows: name the set",
-    "RUN HERE/short.txt": "short.txt: no such folder; give a run's folder",
+    "RUN HERE/short.txt": "a file, not a run's folder; name texts by --data HERE/short.txt",
 }
 
 
