@@ -183,7 +183,8 @@ def _check_field(file: Input, fields: list[str], text_field: str) -> None:
     if text_field not in fields:
         names = ", ".join(map(repr, fields)) or "none at all"
         raise DataError(
-            f"{file.url} has no field {text_field!r}; it has {names}: choose one with --text-field"
+            f"{file.url} has no field {text_field!r}; it has {names}: choose one with "
+            "--text-field, or leave the file out"
         )
     if fields.count(text_field) > 1:
         raise DataError(
