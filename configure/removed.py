@@ -25,6 +25,7 @@ REMOVED = {
         True, "gates of another router are matched, unless model.gate_norm or gate_scale is set"
     ),
     "optim.decay": Removed("linear", "the decay of schedule wsd is linear"),
+    "eval.spread": Removed("documents", "windows come from many documents"),
     "eval.task_limit": Removed(0, "tasks are scored on all documents; eval.downstream has --limit"),
     "train.reduce_dtype": Removed("float32", "gradients are summed over ranks in float32"),
     "train.force_balance": Removed(False, "the router always chooses"),

@@ -608,11 +608,6 @@ class Eval(Section):
         ge=1,
         scaled=True,
     )
-    spread: Literal["documents", "tokens"] = key(
-        "documents",
-        "windows from many documents, or evenly spaced",
-        validation_text=True,
-    )
     tasks: str = key(
         "",
         "tasks of lm-evaluation-harness to score, "

@@ -90,13 +90,11 @@ class Loader:
         return first_windows + permute(positions, sizes, self._seed, epochs)
 
 
-def fixed_windows(
-    tokens: Tokens, block_size: int, count: int, spread: str = "documents"
-) -> np.ndarray:
+def fixed_windows(tokens: Tokens, block_size: int, count: int) -> np.ndarray:
     """Choose the windows of every evaluation.
 
     Windows spread evenly over tokens come mostly from a few long documents. They are correlated,
-    so their mean has a higher variance. By default a cap limits the windows per document, see
+    so their mean has a higher variance. So a cap limits the windows per document, see
     `sample_documents`. Long documents therefore weigh less in the mean loss than in the split. If
     there are many more documents than windows, the cap is 1 and few documents reach it.
 
@@ -104,7 +102,6 @@ def fixed_windows(
         tokens: a split. If the ends of its documents are unknown, windows are spread evenly.
         block_size: T, tokens per window.
         count: the number of windows to choose; all windows if there are fewer.
-        spread: "documents" caps the windows per document, "tokens" spreads them evenly.
 
     Returns:
         (W,) int64, indices of windows in ascending order, the same for the same arguments.
@@ -115,8 +112,8 @@ def fixed_windows(
     n = count_windows(tokens, block_size)
     count = min(count, n)
     candidates = spread_evenly(n, min(n, max(count, CANDIDATES)))
-    if spread == "tokens" or count == len(candidates):
-        return spread_evenly(n, count)
+    if count == len(candidates):
+        return candidates
     documents = window_documents(tokens, block_size, candidates)
     _, sizes = np.unique(documents, return_counts=True)  # (D,) candidates of each document
     if len(sizes) == 1:
@@ -189,7 +186,6 @@ def choose_validation(
     parts: Sequence[Tokens],
     block_size: int,
     count: int,
-    spread: str = "documents",
     weights: Sequence[float] = (1.0,),
 ) -> Validation:
     """Choose the windows of every evaluation: `fixed_windows` of each set's validation split.
@@ -202,7 +198,7 @@ def choose_validation(
     documents = []
     next_document = 0
     for part, first_window, part_count in zip(parts, joined.starts[:-1], counts, strict=True):
-        indices = fixed_windows(part, block_size, part_count, spread)
+        indices = fixed_windows(part, block_size, part_count)
         part_documents = next_document + window_documents(part, block_size, indices)
         next_document = part_documents[-1] + 1
         windows.append(first_window + indices)

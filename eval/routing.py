@@ -257,7 +257,7 @@ def read_validation(trained: Trained, args: argparse.Namespace) -> tuple[np.ndar
         folders, weights, name = [folder], [1.0], str(folder)
     block_size = config.model.block_size
     sets = [open_set(trained, folder, "val") for folder in folders]
-    chosen = choose_validation(sets, block_size, args.windows, config.eval.spread, weights)
+    chosen = choose_validation(sets, block_size, args.windows, weights)
     inputs, targets = windows(chosen.tokens, chosen.windows, block_size)
     return np.concatenate([inputs, targets[:, -1:]], 1), name
 

@@ -195,7 +195,7 @@ def open_corpus(
         windows = windows[: int(min(args.windows or math.inf, len(windows)))]
     else:
         count = min(args.windows or count, len(tokens))  # args.windows may be infinite
-        starts = block * fixed_windows(tokens, block, count, config.eval.spread)
+        starts = block * fixed_windows(tokens, block, count)
         windows = [(start, start + 1, start + block + 1) for start in starts.tolist()]
     pairs = []
     size = 0

@@ -194,7 +194,5 @@ def open_data(config: Config) -> Data:
     train_tokens = [open_tokens(folder, "train") for folder in folders]
     val_tokens = [open_tokens(folder, "val") for folder in folders]
     loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed, weights)
-    validation = choose_validation(
-        val_tokens, block_size, config.eval.windows, config.eval.spread, weights
-    )
+    validation = choose_validation(val_tokens, block_size, config.eval.windows, weights)
     return Data(loader, validation, identify(metas, weights), document_token)

@@ -72,7 +72,7 @@ train.balance_loss_scope=global train.z_loss_coef=0.0 train.bias_update_rate=0.0
 optim.name=adamw optim.lr=0.0006 optim.beta1=0.9 optim.beta2=0.95 optim.eps=1e-08
 optim.weight_decay=0.1 optim.grad_clip=1.0 optim.schedule=cosine optim.warmup_steps=500
 optim.min_lr_ratio=0.1 optim.router_lr_ratio=1.0 optim.expert_out_lr_ratio=1.0
-data.document_mask=False eval.interval=1000 eval.windows=2048 eval.spread=documents run.seed=0
+data.document_mask=False eval.interval=1000 eval.windows=2048 run.seed=0
 """
 
 

@@ -42,7 +42,7 @@ def dense_run(module_tiny):
     """
     # 6 windows: 4, then 2
     own = ["train.micro_batch_size=4", "train.checkpoint_interval=2", f"run.seed={SEED}"]
-    own += ["train.ema_decay=0.5", "eval.spread=tokens"]
+    own += ["train.ema_decay=0.5"]
     train_run(config := module_tiny("model.router=dense", "run.name=dense", *own))
     return path_of(config)
 
