@@ -82,6 +82,10 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
     far = make_run(tmp_path / "far", "model.router=tanh", until=0.9)
     (group,), notes = load(again, early, far)  # most reached 500
     assert group.ends == [500] and list(group.curves) == ["tanh, early, stopped"]
+    third = make_run(tmp_path / "third", "model.router=tanh", points=3, until=0.34)
+    half = make_run(tmp_path / "half", points=2, until=0.5)
+    (group,), _ = load(third, half)  # nothing is compared before training
+    assert group.ends == [0] and len(group.compared) == 2 and compare_group(group) == []
 
 
 def test_runs_on_other_text_are_refused(tmp_path):

@@ -64,6 +64,9 @@ def test_curves_over_steps_are_those_of_the_runs(tmp_path):
     low, high = minus.get_ylim()
     late = np.array(rows)[points // 4 :]
     assert low < min(0, late[:, 2].min()) and high > max(0, late[:, 3].max())
+    late = [ends for step, ends in of_seeds.items() if step >= 250]
+    low, high = losses.get_ylim()
+    assert low < np.min(late) and np.max(late) < high < max(of_seeds[200])
     (legend,) = figure.legends  # one, of both panels
     assert [text.get_text() for text in legend.get_texts()] == ["kern", "tanh"]
     # the start would swallow the rest
