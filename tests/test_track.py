@@ -83,15 +83,23 @@ def make_line(arm="kern-loss", setting=0, loss: float | None = 1.3, made=MADE) -
     )
 
 
+DESCRIBE_CODE = runner.describe_code
+
+
+@pytest.fixture(autouse=True)
+def committed(monkeypatch):
+    """Tests must pass in a checkout whose code is not committed, too."""
+    monkeypatch.setattr(runner, "describe_code", lambda: "b" * 40)
+
+
 @pytest.fixture
-def rules(tmp_path: Path, corpus: Path, monkeypatch) -> str:
+def rules(tmp_path: Path, corpus: Path) -> str:
     """The config file of a contest of one question and 3 steps a run."""
     data = identify([read_meta(corpus / "tiny")], [1.0])["data"]
     text = TINY.format(runs=(tmp_path / "runs").as_posix(), data=corpus.as_posix())
     file = tmp_path / "tiny-contest.toml"
     # the contest names its runs
     file.write_text(text.replace('name = "tiny"\n', "", 1) + RULES.format(data=data))
-    monkeypatch.setattr(runner, "describe_code", lambda: "b" * 40)
     return str(file)
 
 
@@ -360,7 +368,10 @@ def test_arms_that_the_rules_lack(tmp_path, capsys):
     ):
         (tmp_path / "main.jsonl").write_text(json.dumps({**RECORD, **change}) + "\n")
         assert main(["--records", str(tmp_path), "verify"], Stop()) == 2
-        assert "another arm of this name, or another seed" in capsys.readouterr().err
+        assert (
+            "is another arm than the one of this name now, or has another seed"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize(
@@ -464,10 +475,17 @@ def test_runs_are_recorded_as_they_end(rules, tmp_path, monkeypatch, capsys):
     assert lines[0].gate_norm == [1.0, 2.0] and lines[0].load_imbalance == 2.5
     assert lines[0].made.commit == "b" * 40 and lines[0].seed == 300
     assert main(command, Stop()) == 0 and len(trained) == 6
-    monkeypatch.setattr(runner, "describe_code", lambda: "b" * 40 + "+changes")
-    capsys.readouterr()
-    assert main(command, Stop()) == 2
-    assert "not committed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [{}, {"status": "M router.py"}, {"log": ""}])
+def test_code_that_trains_must_be_committed(change, monkeypatch):
+    git = {"log": "c" * 40, "status": "", **change}
+    monkeypatch.setattr(runner, "run_git", lambda command, *_: git[command])
+    if not change:
+        assert DESCRIBE_CODE() == "c" * 40
+        return
+    with pytest.raises(ValueError, match="not committed: " + git["status"]):
+        DESCRIBE_CODE()
 
 
 @pytest.mark.integration
@@ -486,6 +504,8 @@ def test_a_contest_from_end_to_end(rules, tmp_path, capsys, monkeypatch):
     mine = ["enter", "mine", "--spec", "tanh, post=l2 over topk", "--balance", "loss"]
     assert main([*records, *mine, "--settings", "2", "--rung", "main"], Stop()) == 0
     assert "2 of 2" in capsys.readouterr().out
+    assert main([*records, *mine[:2], "--spec", "tanh", *mine[4:], "--rung", "main"], Stop()) == 2
+    assert "take another name" in capsys.readouterr().err
     (file,) = (tmp_path / "runs").rglob("main-mine.jsonl")
     assert [line.arm for line in read_lines(file)] == ["mine", "mine"]  # the reference is there
 

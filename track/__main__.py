@@ -36,6 +36,7 @@ from track.contest import (
     Line,
     Protocol,
     Question,
+    check_lines,
     load_protocol,
     read_lines,
 )
@@ -92,8 +93,6 @@ def run(protocol: Protocol, args: Namespace, stop: Stop) -> int:
             raise ValueError(f"--only {name}: expected some of {', '.join(protocol.questions)}")
     record = args.records / f"{args.rung}.jsonl"
     runner = Runner(args.track, protocol, args.rung, record)
-    if runner.made.commit.endswith("changes"):
-        raise ValueError("code that trains is not committed, and a run names its commit: commit it")
     return runner.train(questions, read_lines(record), args.parallel, stop)
 
 
@@ -103,8 +102,7 @@ def enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     try:
         find_spec(router)
         arm = Arm(router=router, balance=args.balance, hash_layers=args.hash_layers)
-        balance = "loss" if args.balance == "loss" else "quantile"
-        minus = f"softmax-renorm-{balance}"
+        minus = "softmax-renorm-loss" if args.balance == "loss" else "softmax-renorm-quantile"
         question = Question(minus=[minus], settings=args.settings)
     except ValidationError as error:
         raise ValueError(describe_faults(error)) from None
@@ -135,20 +133,16 @@ def verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     """Check the record, print what it says, and train some of its runs again."""
     file = args.records / f"{args.rung}.jsonl"
     lines = read_lines(file)
-    for line in lines:
-        seed = protocol.first_seed + line.setting
-        if (protocol.arms.get(line.arm), seed) != (line.options, line.seed):
-            raise ValueError(
-                f"{file}: {line.arm}, setting {line.setting}: {args.track} has "
-                "another arm of this name, or another seed"
-            )
+    check_lines(protocol, lines)
     print(f"{file}: {len(lines)} runs, in order")
     print_answers(protocol, lines)
-    drawn = SystemRandom().sample(lines, min(args.rerun, len(lines)))
+    if args.rerun == 0:
+        return 0
+    count = min(args.rerun, len(lines))
+    recorded = {line.run: line for line in SystemRandom().sample(lines, count)}
+    runner = Runner(args.track, protocol, args.rung, file)
     with TemporaryDirectory() as folder:
-        runner = Runner(args.track, protocol, args.rung, file)
         runner.folder = Path(folder)
-        recorded = {line.run: line for line in drawn}
         for again in runner.train_each(list(recorded), args.parallel, stop):
             before = recorded[again.run]
             print(f"{describe(again)}, recorded {before.loss} with {before.made}", flush=True)

@@ -150,7 +150,7 @@ def list_overrides(protocol: Protocol, arm: Arm, setting: int, width: int) -> li
 class Made(Section):
     """The code and machine of a run. Runs are paired only if these are equal."""
 
-    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}(\+changes)?$")]  # see `describe_code`
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]  # see `describe_code`
     torch: str
     device: str
     instructions: str  # that torch uses on the CPU, such as AVX512
@@ -209,6 +209,17 @@ def read_lines(file: Path) -> list[Line]:
             raise ValueError(f"{where}: {line.arm}, setting {line.setting} is there before; delete")
         lines.append(line)
     return lines
+
+
+def check_lines(protocol: Protocol, lines: Sequence[Line]) -> None:
+    """Raise ValueError if a run's arm or seed is not that of the rules."""
+    for line in lines:
+        seed = protocol.first_seed + line.setting
+        if (protocol.arms.get(line.arm), seed) != (line.options, line.seed):
+            raise ValueError(
+                f"the record's {line.arm}, setting {line.setting}, is another arm than the one of "
+                "this name now, or has another seed: take another name"
+            )
 
 
 def append_line(file: Path, line: Line) -> None:

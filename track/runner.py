@@ -27,6 +27,7 @@ from track.contest import (
     Made,
     Protocol,
     append_line,
+    check_lines,
     list_missing,
     list_overrides,
 )
@@ -97,8 +98,10 @@ class Runner:
             The exit status.
 
         Raises:
-            ValueError: another process trains in this folder, or the text was changed.
+            ValueError: another process trains in this folder, the text was changed, or a line is
+                not of these rules.
         """
+        check_lines(self.protocol, lines)
         missing = list_missing(self.protocol, questions, lines, self.made)
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as lock:
@@ -172,16 +175,16 @@ def describe(line: Line) -> str:
 
 
 def describe_code() -> str:
-    """The last commit that changed code that trains, and "+changes" if some is not committed.
+    """The last commit that changed code that trains.
 
     Raises:
-        ValueError: this is no git checkout.
+        ValueError: this is no git checkout, or such code is not committed.
     """
-    log = run_git("log", "-1", "--format=%H", "--", *TRAINING_CODE)
     changed = run_git("status", "--porcelain", "--", *TRAINING_CODE)
-    if not log:
-        raise ValueError(f"{REPO_ROOT} is no git checkout, and a run names its commit: clone it")
-    return f"{log}+changes" if changed else log
+    commit = run_git("log", "-1", "--format=%H", "--", *TRAINING_CODE)
+    if changed or not commit:
+        raise ValueError(f"a run names its commit: no git checkout, or not committed: {changed}")
+    return commit
 
 
 def run_git(*arguments: str) -> str:

@@ -76,7 +76,7 @@ def describe_power(protocol: Protocol, one: Answer) -> str:
     origin = "expected from edition 2"
     if len(one.finite) >= ENOUGH:
         deviation = stdev(one.finite)
-        origin = f"of {one.name}'s pairs so far"
+        origin = "of the pairs so far"
     small, large = (power(size, deviation, one.planned, protocol.alpha) for size in (0.005, 0.008))
     return (
         f"With the standard deviation {origin}, {deviation:.4f},\n{one.planned} pairs find "
