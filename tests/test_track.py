@@ -407,7 +407,6 @@ def test_bad_arguments(arguments, words, rules, tmp_path, capsys):
         ("[track]\n", "[track]\nunknown = 1\n", "unknown: Extra inputs"),
         ('balance = "loss" }\n\n', 'balance = "luck" }\n\n', "track.arms.kern-loss.balance"),
         ('["kern-loss"]', '["kern-los"]', "questions.kern has an arm that track.arms lacks"),
-        ("settings = 2", "settings = 1", "questions.kern.settings"),
         ("alpha = 0.01\n", "", "alpha: Field required"),
         ("[track]\n", "[track\n", "TOML"),
     ],
