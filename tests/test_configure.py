@@ -144,8 +144,10 @@ def test_a_removed_key_is_refused_but_in_the_record_of_a_run_at_its_default(writ
     text = re.sub(rf"(?m)^{name} = .*\n", "", dumps(config))
     recorded.write_text(text.replace(f"[{section}]\n", f"[{section}]\n{setting}"))
     assert load_recorded(recorded) == config
-    recorded.write_text(text.replace(f"[{section}]\n", f'[{section}]\n{name} = "other"\n'))
-    assert f"{recorded}: {key} = 'other': " in message(recorded)
+    other = int(default) if isinstance(default, bool) else "other"  # 1 is not True
+    setting = f"{name} = {format_toml(other)}\n"
+    recorded.write_text(text.replace(f"[{section}]\n", f"[{section}]\n{setting}"))
+    assert f"{recorded}: {key} = {other!r}: " in message(recorded)
 
 
 # ---- one setting wrong

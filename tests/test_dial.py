@@ -92,7 +92,7 @@ def test_a_model_that_is_too_large_names_its_memory_and_more_gpus(call):
     "words, error",
     [
         ("--budget 1e11", r"1e\+11: it is below the smallest rung, 2 layers of width 64, which"),
-        ("--budget 1e24", "beyond the largest rung, 64 layers of width 4096, which takes up to"),
+        ("--budget 1e23", "beyond the largest rung, 64 layers of width 4096, which takes up to"),
         ("--budget 1e19 --gpus 4096", "a step of this budget has 128 sequences .* --gpus 128 or"),
         ("--budget nan", "--budget nan: expected a number above 0"),
         ("--hours -1", "--hours -1: expected a number above 0"),
