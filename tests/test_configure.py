@@ -397,6 +397,14 @@ def test_a_dense_model_may_keep_the_keys_of_experts(write):
     assert count_parameters(config.model) == count_parameters(usual.model)
 
 
+def test_a_branch_from_where_its_decay_starts_keeps_its_fraction(write):
+    """It is derived from a step elsewhere, and only then."""
+    steps = ["--train.max_steps=1003", "--optim.warmup_steps=1"]
+    for step, fraction in ((802, 0.2), (702, 301 / 1003)):
+        config = load(write(), [*BRANCH.split(), *steps, f"--train.branch_step={step}"])
+        assert config.optim.decay_fraction == fraction
+
+
 # ---- names of runs
 @pytest.mark.parametrize(
     "stem, name",
