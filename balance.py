@@ -76,7 +76,15 @@ MEASURES = {
 # fields of Stats that are added up, in the order of MEASURES
 MEASURED_FIELDS = [measure.field for measure in MEASURES.values() if measure.field]
 # computed by `Router.fused`, in its order
-FUSED_FIELDS = ("loads", "probability", "z_loss", *MEASURED_FIELDS)
+FUSED_FIELDS = (
+    "loads",
+    "probability",
+    "z_loss",
+    "entropy",
+    "zero_gates",
+    "gate_square",
+    "gate_sum",
+)
 
 
 def summarize_routing(prefix: str, loads: Tensor, fields: dict[str, Tensor]) -> dict[str, Tensor]:
