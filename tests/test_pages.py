@@ -35,7 +35,7 @@ PAST = ("CHANGELOG.md", "docs/LOG", "track/records/edition-")  # they name what 
 # of other projects; in an export's folder; of a run
 OTHER_FILES = {"train_llama_small_adam_80g8.py", "gpu_model/host.py", "config.toml", "array.sbatch"}
 LEFT_OUT = ("…", "CORPUS")  # words of commands
-NO_KEYS = {"optim.decay_vectors", "model.generate"}  # an example; a method of transformers
+NO_KEYS = {"model.generate"}  # a method of transformers
 OTHER_PROGRAMS = {"pip", "source", "hf", "wandb", "sbatch", "vllm", "lm_eval", "lm-eval", "trl"}
 # of torchrun and sbatch; of vLLM and lm_eval
 OTHER_OPTIONS = {"--nproc_per_node", "--nodes", "--standalone", "--signals-to-handle"}
