@@ -12,17 +12,13 @@ again.
 
 import sys
 
-from runtime.signals import Stop
+from runtime.launch import Stop, check_command, launch, run_until_exit
 
 # Importing torch needs seconds: a signal to stop is noted, and a typo or missing data reported,
 # before.
 STOP = Stop()
 if __name__ == "__main__":
     STOP.listen()
-
-from runtime.launch import check_command, launch, run_until_exit
-
-if __name__ == "__main__":
     check_command(sys.argv[1:])
 
 import math
@@ -43,12 +39,11 @@ from runtime.batches import Batch, RankBatches, seed_step
 from runtime.cadence import Cadence
 from runtime.checkpoint import Saver
 from runtime.folder import RunFolder, path_of
-from runtime.guard import Guard, Recomputed
 from runtime.parallel import set_gradient_sync
 from runtime.preflight import OpenTasks, Plan, ReadWeights, check_plan, plan_run
 from runtime.reporter import Reporter, SilentReporter
-from runtime.state import TrainState, build_state
-from runtime.statistics import Statistics
+from runtime.state import Statistics, TrainState, build_state
+from runtime.updates import Guard, Recomputed
 from runtime.validation import evaluate
 
 
@@ -278,7 +273,8 @@ def train(
         stack.callback(batches.close)
         evaluated = state.step in plan.evaluated_steps
         cadence = Cadence(config, state.step, evaluated, ranks, stop, saver)
-        guard = Guard(plan.run, state, ranks, partial(recompute, state, rank_batches, config))
+        recompute_step = partial(recompute, state, rank_batches, config)
+        guard = Guard(plan.run, state.model, state.updates, ranks, recompute_step)
 
         for step in range(state.step, max_steps + 1):  # `step` optimizer steps are done
             due = cadence.at(step)  # the ranks agree through their hosts, not through devices

@@ -29,8 +29,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.files import check_regular
-from configure.check import build, find_conflicts, find_errors, format_toml, show, show_key
-from configure.removed import drop_removed
+from configure.check import (
+    build,
+    drop_removed,
+    find_conflicts,
+    find_errors,
+    format_toml,
+    show,
+    show_key,
+)
 from configure.schema import KEYS, SECTIONS, Config, Mix, replace, select_keys
 
 COMMAND_LINE = "command line"

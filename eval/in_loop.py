@@ -18,8 +18,8 @@ from eval.tasks import check_tasks, load_tasks, score_task
 from model import GPT
 from runtime import RankError, RunError, distributed
 from runtime.distributed import Ranks
+from runtime.launch import Stop
 from runtime.parallel import gather_model
-from runtime.signals import Stop
 
 
 @contextmanager

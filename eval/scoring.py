@@ -18,7 +18,7 @@ from common.progress import progress_bar
 from configure import Config
 from model import GPT
 from runtime import distributed
-from runtime.scoring import score
+from runtime.batches import score
 
 TOKENS = 8192  # in a batch, at most, such as 16 rows of 512 (not measured)
 LOGITS = 2**24  # in memory at once: 64 MiB in float32

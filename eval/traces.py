@@ -20,7 +20,7 @@ from common.progress import progress_bar
 from eval.trained import Trained
 from model import GPT, Output
 from router import Router, Routing
-from runtime.scoring import score
+from runtime.batches import score
 
 BATCH_TOKENS = 4096  # in a pass, approximate
 

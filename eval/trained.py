@@ -24,9 +24,8 @@ from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
 from runtime import RunError, checkpoint
 from runtime.checkpoint import LazyTensors
-from runtime.manifest import check_model_settings
 from runtime.parallel import without_parameters
-from runtime.runs import Run
+from runtime.runs import Run, check_model_settings
 
 
 class Trained(NamedTuple):

@@ -33,9 +33,8 @@ from model import GPT
 from router import Router
 from runtime import RankError, RunError, distributed, folder
 from runtime.checkpoint import LazyTensors, open_weights
-from runtime.manifest import check_model_settings
 from runtime.parallel import copy_shard
-from runtime.runs import Run
+from runtime.runs import Run, check_model_settings
 
 NANOGPT_FILE = "ckpt.pt"
 NANOGPT_REMEDY = (

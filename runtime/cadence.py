@@ -1,6 +1,5 @@
 """Decide what is due at a step: evaluation, a checkpoint, a line of metrics, the end."""
 
-import math
 import time
 from typing import NamedTuple
 
@@ -8,9 +7,7 @@ from configure import Config
 from runtime import distributed
 from runtime.checkpoint import Saver
 from runtime.distributed import Ranks
-from runtime.signals import Stop
-
-SAVE_SHARE = 1 / 20  # of the time may go into automatic saves; a save slows the steps beside it
+from runtime.launch import Stop
 
 
 class Due(NamedTuple):
@@ -38,13 +35,12 @@ class Cadence:
             evaluated: True if that step's validation loss is logged; rank 0's value counts.
             ranks: this rank and the others.
             stop: set when this process is asked to stop.
-            saver: knows how long the last save lasted, and if the current one hangs.
+            saver: knows if a save is being written, and if it hangs.
         """
         self.config = config
         self.ranks = ranks
         self.stop = stop
         self.saver = saver
-        self.announced = False  # that saves are fewer than tenths of the run
         self.saved_step = start
         self.saved_at = time.monotonic()
         evaluated = start > 0 and distributed.gather(evaluated, ranks.control)[0]
@@ -73,26 +69,14 @@ class Cadence:
         """True if a checkpoint is due by the clock, which only rank 0 asks.
 
         With train.checkpoint_interval = -1 one is due at each tenth of the run, or as soon after it
-        as saves take no more than SAVE_SHARE of the time.
+        as the last one is complete.
         """
         train = self.config.train
-        seconds = time.monotonic() - self.saved_at
-        if 0 < train.checkpoint_minutes * 60 <= seconds:
+        if 0 < train.checkpoint_minutes * 60 <= time.monotonic() - self.saved_at:
             return True
         tenth = max(1, train.max_steps // 10)
         is_new_tenth = step // tenth > self.saved_step // tenth
-        if train.checkpoint_interval >= 0 or not is_new_tenth:
-            return False
-        needed = self.saver.seconds / SAVE_SHARE  # infinite during a save
-        if seconds < needed < math.inf and not self.announced:
-            self.announced = True
-            print(
-                f"a save lasts {self.saver.seconds:.3g} s, so checkpoints are {needed:.3g} s apart "
-                f"instead of {tenth} steps: a kill may lose that much; "
-                f"--train.checkpoint_interval=N saves every N steps",
-                flush=True,
-            )
-        return seconds >= needed
+        return train.checkpoint_interval == -1 and is_new_tenth and not self.saver.is_writing()
 
     def _is_on_interval(self, step: int) -> bool:
         """True if train.checkpoint_interval or train.keep_steps asks for a checkpoint."""

@@ -11,7 +11,6 @@ Reading one executes nothing: torch's readers would unpickle anything, ours acce
 
 import hashlib
 import logging
-import math
 import os
 import pickle
 import shutil
@@ -44,7 +43,7 @@ from common.files import check_regular, sync_folder, write_atomic
 from configure.schema import Train
 from runtime import RankError, RunError, describe_write_errors, distributed
 from runtime.distributed import Ranks
-from runtime.manifest import (
+from runtime.runs import (
     MANIFEST,
     DamagedError,
     folder_of,
@@ -96,7 +95,6 @@ class Saver(AbstractContextManager["Saver"]):
             self.writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.limit))
         self.pending: threading.Thread | None = None  # writes the current save
         self.failure: RunError | None = None  # failure of the last save
-        self.seconds = 0.0  # that this rank's last save lasted; infinite while one is written
         self.warnings: list[str] = []  # of the last save
         self.started = 0.0  # time.monotonic() of the current save
 
@@ -133,7 +131,6 @@ class Saver(AbstractContextManager["Saver"]):
         self.failure = None
         self.started = time.monotonic()
         if self.writes:
-            self.seconds = math.inf
             state = tree_map(_copy_to_host, collect_tensors(model, optimizers, tensors))
             # A daemon: stuck in a collective, another thread would keep the process alive for an
             # hour. It is joined before the interpreter ends, since a daemon that still frees
@@ -166,7 +163,7 @@ class Saver(AbstractContextManager["Saver"]):
 
     def hangs(self) -> bool:
         """True if this rank's save has lasted too long; `end_if` hears if any rank's has."""
-        return self._is_writing() and time.monotonic() - self.started > self.limit
+        return self.is_writing() and time.monotonic() - self.started > self.limit
 
     def end_if(self, hangs: bool) -> None:
         """Raise RunError, on all ranks, if a save `hangs`."""
@@ -179,14 +176,15 @@ class Saver(AbstractContextManager["Saver"]):
                 "train.timeout_minutes, and start the run again"
             )
 
-    def _is_writing(self) -> bool:
+    def is_writing(self) -> bool:
+        """True while this rank writes a checkpoint."""
         return self.pending is not None and self.pending.is_alive()
 
     def _wait(self, ranks: Ranks) -> None:
         """Wait until no save is written on `ranks`; then report on it."""
         is_writing = True
         while is_writing:
-            flags = [self._is_writing(), self.hangs()]
+            flags = [self.is_writing(), self.hangs()]
             is_writing, hangs = distributed.any_rank(flags, ranks)
             self.end_if(hangs)
             if is_writing:
@@ -209,7 +207,7 @@ class Saver(AbstractContextManager["Saver"]):
     def _save(self, step: int, state: dict, metadata: dict) -> None:
         """Write a checkpoint; the thread `pending` runs it.
 
-        Sets `seconds`, and `failure` if that fails.
+        Sets `failure` if that fails.
         """
         _lower_priority()
         if self.ranks.device.type == "cuda":
@@ -235,7 +233,6 @@ class Saver(AbstractContextManager["Saver"]):
                 f"{path}: the checkpoint could not be written ({_last_line(error)}). Older ones "
                 "are intact. Make room on the disk and start the run again"
             )
-        self.seconds = time.monotonic() - self.started
 
     def _make_folder(self, folder: Path) -> None:
         if self.first:

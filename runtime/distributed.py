@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.ranks import read_rank_variable
 from common.text import plural
+from configure.command_line import read_rank_variable
 from runtime import RankError, RunError
 
 

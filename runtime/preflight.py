@@ -15,8 +15,7 @@ from data.mixture import check_documents, check_sets, identify
 from kernels import choose_backend
 from router import find_spec
 from runtime import RunError, distributed
-from runtime.branch import Branch, check_length, find_branch
-from runtime.folder import RunFolder, path_of
+from runtime.folder import Branch, RunFolder, check_length, find_branch, path_of
 from runtime.memory import Memory, plan_memory
 
 ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores

@@ -22,8 +22,7 @@ from runtime.distributed import Ranks
 from runtime.memory import count_parameters, flops_per_token
 from runtime.metrics import Metrics
 from runtime.preflight import Plan
-from runtime.state import TrainState
-from runtime.statistics import Statistics
+from runtime.state import Statistics, TrainState
 from runtime.tracker import start_wandb
 from runtime.updates import Counters
 

@@ -11,11 +11,10 @@ from configure import Config
 from data.loader import Validation, prefetch, windows
 from model import Output
 from runtime import distributed
-from runtime.batches import to_host_tensors
+from runtime.batches import score, to_host_tensors
 from runtime.distributed import Ranks
+from runtime.launch import Stop
 from runtime.preflight import ScoreTasks
-from runtime.scoring import score
-from runtime.signals import Stop
 from runtime.state import TrainState
 
 

@@ -39,10 +39,9 @@ from configure.schema import select_keys
 from data import DataError
 from data.mixture import check_sets
 from runtime import RunError, checkpoint, folder
-from runtime.branch import find_branch
 from runtime.distributed import GPUS
-from runtime.folder import RunFolder
-from runtime.signals import EXIT_CODE, Stop, end_with_parent
+from runtime.folder import RunFolder, find_branch
+from runtime.launch import EXIT_CODE, Stop, end_with_parent
 from scripts import plan
 from scripts.watch import format_table
 

@@ -14,9 +14,8 @@ import configure
 from configure.schema import KEYS, Mix
 from report.frame import Group, group_runs
 from runtime import checkpoint
-from runtime.manifest import format_manifest
 from runtime.metrics import Metrics
-from runtime.runs import Run
+from runtime.runs import Run, format_manifest
 
 CONFIG = Path(__file__).parents[1] / "config"
 

@@ -1,4 +1,4 @@
-"""configure/attributes.py: keys' attributes, by tables of their own and by what reports do."""
+"""configure/schema.py: keys' attributes, by tables of their own and by what reports do."""
 
 import re
 

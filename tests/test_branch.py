@@ -12,9 +12,8 @@ import configure
 import train
 from report.frame import group_runs
 from runtime import RunError, checkpoint
-from runtime.branch import check_length
 from runtime.distributed import Ranks
-from runtime.folder import RunFolder, path_of
+from runtime.folder import RunFolder, check_length, path_of
 from runtime.preflight import plan_run
 from runtime.runs import Run
 

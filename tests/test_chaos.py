@@ -17,7 +17,7 @@ import configure
 import train
 from runtime import checkpoint
 from runtime.folder import path_of
-from runtime.signals import EXIT_CODE, Stop
+from runtime.launch import EXIT_CODE, Stop
 
 FAULTS = ["SIGKILL"] * 2 + ["SIGTERM"] * 2 + ["flipped bit"] * 2 + ["half a line"]
 # The most state to resume: dropout, a loss scale, selection biases, a history of losses, a mean of

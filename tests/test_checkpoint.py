@@ -38,7 +38,7 @@ from model import GPT
 from runtime import RankError, RunError, checkpoint
 from runtime.checkpoint import DamagedError
 from runtime.folder import RunFolder
-from runtime.manifest import format_manifest
+from runtime.runs import format_manifest
 from runtime.state import build_optimizer
 
 SMALL = Model(

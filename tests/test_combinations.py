@@ -27,8 +27,8 @@ from data.writer import Writer
 from hf import match_gates
 from router import Router
 from runtime import checkpoint, updates
+from runtime.launch import Stop
 from runtime.parallel import full_tensor
-from runtime.signals import Stop
 from runtime.state import TrainState
 
 BASE = """

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from runs import REPO_ROOT
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from common.ranks import read_rank_variable
 from configure import (
     ConfigError,
     dumps,
@@ -23,9 +22,9 @@ from configure import (
     split_command_line,
     sweep_points,
 )
-from configure.check import format_toml
+from configure.check import REMOVED, format_toml
+from configure.command_line import read_rank_variable
 from configure.load import _print_note
-from configure.removed import REMOVED
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, Mix, read_router_names
 from router import ROUTERS
 from runtime import RunError

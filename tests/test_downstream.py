@@ -50,7 +50,7 @@ from hf.tokenizer_files import write_tokenizer
 from model import GPT
 from runtime import RankError, RunError
 from runtime.folder import path_of
-from runtime.signals import Stop
+from runtime.launch import Stop
 
 DENSE = {"model.router": "dense", "model.pos": "learned"}
 

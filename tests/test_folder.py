@@ -15,8 +15,7 @@ from runs import ALONE, content, steps
 
 import train
 from configure import is_name_chosen, load
-from configure.check import format_toml
-from configure.removed import REMOVED
+from configure.check import REMOVED, format_toml
 from configure.schema import KEYS
 from runtime import RunError, Stopped
 from runtime.distributed import Ranks

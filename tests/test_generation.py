@@ -17,9 +17,9 @@ from eval import generation
 from eval.trained import load_model, load_run
 from model import GPT
 from runtime import RunError, checkpoint
-from runtime import manifest as run_settings
+from runtime import runs as run_settings
 from runtime.folder import path_of
-from runtime.manifest import format_manifest
+from runtime.runs import format_manifest
 from scripts import sample
 
 

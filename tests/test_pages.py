@@ -21,7 +21,7 @@ from runs import REPO_ROOT
 
 import configure
 from configure.schema import KEYS, SECTIONS
-from runtime.signals import Stop
+from runtime.launch import Stop
 
 LISTED = subprocess.run(
     ["git", "ls-files", "--cached", "--others", "--exclude-standard"],

@@ -18,7 +18,7 @@ from runs import meet_in, start_ranks
 
 import train
 from model import GPT
-from runtime.signals import EXIT_CODE, Stop
+from runtime.launch import EXIT_CODE, Stop
 
 SETTINGS = ["--train.batch_size=12", "--train.micro_batch_size=2", "--eval.windows=6"]
 ALL = None

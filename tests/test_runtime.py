@@ -23,12 +23,12 @@ from configure import Config
 from configure.schema import Model, Train
 from data import DataError
 from model import GPT
-from runtime import RankError, RunError, Stopped, distributed, launch, memory, parallel, signals
+from runtime import RankError, RunError, Stopped, distributed, launch, memory, parallel
 from runtime import state as train_state
 from runtime.distributed import Ranks
+from runtime.launch import EXIT_CODE, Stop
 from runtime.memory import parameter_shapes
 from runtime.parallel import local_part
-from runtime.signals import EXIT_CODE, Stop
 
 CPU = torch.device("cpu")
 
@@ -393,7 +393,7 @@ def test_what_a_command_says_at_its_start_and_end(tiny_file, tiny, capsys, monke
 def test_a_closed_terminal_and_a_dead_parent(monkeypatch):
     """Output to a closed terminal is dropped, other errors are not; SIGHUP redirects it."""
     terminal, inside = os.openpty()
-    said = signals._open_terminal(inside)
+    said = launch._open_terminal(inside)
     said.write("seen\n")
     assert os.read(terminal, 100) == b"seen\r\n"
     os.close(terminal)
@@ -408,9 +408,9 @@ def test_a_closed_terminal_and_a_dead_parent(monkeypatch):
     killed = []
     monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
     library = mock.Mock()
-    monkeypatch.setattr(signals.ctypes, "CDLL", lambda name: library)
-    signals.end_with_parent(os.getppid())
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: library)
+    launch.end_with_parent(os.getppid())
     assert killed == []
     library.prctl.assert_called_once_with(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    signals.end_with_parent(os.getppid() + 1)
+    launch.end_with_parent(os.getppid() + 1)
     assert killed == [(os.getpid(), signal.SIGTERM)]

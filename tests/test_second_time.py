@@ -28,7 +28,7 @@ import train
 from data import encode, prepare, verify, workers
 from runtime import RunError, checkpoint
 from runtime.folder import path_of
-from runtime.signals import Stop
+from runtime.launch import Stop
 
 MAX_STEPS = 6
 SETTINGS = [  # the most state to resume

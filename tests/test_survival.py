@@ -36,8 +36,8 @@ from report import __main__ as report
 from runtime import RunError, checkpoint, folder
 from runtime import state as train_state
 from runtime.folder import RunFolder
-from runtime.manifest import format_manifest
-from runtime.signals import EXIT_CODE, Stop
+from runtime.launch import EXIT_CODE, Stop
+from runtime.runs import format_manifest
 from scripts import sample
 
 RATE = train.learning_rate

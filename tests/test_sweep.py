@@ -20,9 +20,9 @@ from runs import run as train_run
 import configure
 from configure.schema import replace
 from runtime import folder
+from runtime.launch import EXIT_CODE, Stop
 from runtime.memory import count_parameters, flops_per_token
 from runtime.metrics import read_metrics
-from runtime.signals import EXIT_CODE, Stop
 from scripts import sweep
 
 HANG = 300  # seconds after which a test that waits for something has failed
@@ -394,7 +394,7 @@ def test_all_running_points_are_stopped(
 )
 def test_no_point_outlives_the_sweep(sweep_file, tmp_path, fake_trainer, number, code):
     """However the sweep ends, its point is asked to stop: then nobody holds their stdout."""
-    script = "import sys; from runtime.signals import Stop; from scripts import sweep; "
+    script = "import sys; from runtime.launch import Stop; from scripts import sweep; "
     script += "sweep.TRAIN = sys.argv.pop(1); "
     script += "sys.exit(sweep.main(sys.argv[1:], Stop().listen()))"
     command = [sys.executable, "-c", script, str(sweep.TRAIN), str(sweep_file)]

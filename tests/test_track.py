@@ -17,7 +17,7 @@ from scipy import stats
 from data.bins import read_meta
 from data.mixture import identify
 from router import find_spec
-from runtime.signals import EXIT_CODE, Stop
+from runtime.launch import EXIT_CODE, Stop
 from scripts.sweep import Point
 from track import counting, runner, table
 from track.__main__ import main

@@ -25,8 +25,8 @@ from eval.trained import load_model
 from eval.val_loss import main
 from model import GPT
 from runtime.folder import path_of
+from runtime.launch import Stop
 from runtime.metrics import ARRAYS, read_metrics
-from runtime.signals import Stop
 from runtime.validation import measure_loss
 
 EOT = 256

@@ -27,7 +27,7 @@ from common.command import build_parser, command, require_packages, run_command
 from common.text import text_table
 from data.bins import describe_faults
 from router import find_spec
-from runtime.signals import EXIT_CODE, Stop
+from runtime.launch import EXIT_CODE, Stop
 from track.contest import (
     FILE,
     NAME,

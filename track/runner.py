@@ -18,8 +18,8 @@ from configure import Config
 from data.bins import read_meta
 from data.mixture import identify
 from runtime.distributed import device_name, pick_device
+from runtime.launch import EXIT_CODE, Stop
 from runtime.runs import Run
-from runtime.signals import EXIT_CODE, Stop
 from scripts.sweep import Point, train_points
 from track.contest import (
     ArmAt,
