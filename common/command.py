@@ -79,7 +79,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
-def require_packages(*names: str, requirements: str = "requirements-report.txt") -> None:
+def require_packages(*names: str, requirements: str = "requirements/report.txt") -> None:
     """Raise ValueError with the command that installs them if an optional package is missing."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:

@@ -1,6 +1,6 @@
 """Score tasks of lm-evaluation-harness, as in the paper (Sec. 4.5, table "downstream").
 
-    pip install -r requirements-eval.txt
+    pip install -r requirements/eval.txt
     python -m eval.downstream runs/NAME                        the paper's six tasks, from the hub
     python -m eval.downstream runs/NAME --tasks-dir FOLDER     from FOLDER/arc_easy.jsonl, … instead
     python -m eval.downstream runs/NAME --tasks lambada_openai boolq --num-fewshot 5

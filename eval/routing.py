@@ -6,7 +6,7 @@
     python -m eval.routing runs/A --trace FILE.npz             each token's experts and gates
 
 Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two runs).
-An earlier file there is replaced. Computed in float32. A comparison needs requirements-report.txt.
+An earlier file there is replaced. Computed in float32. A comparison needs requirements/report.txt.
 
 Co-activation, vocabulary specialization and router saturation follow OLMoE (arXiv 2409.02060,
 Sec. 5). For its chance level each is measured again with expert choices shuffled across windows.

@@ -61,7 +61,7 @@ def build_task_manager(names: Iterable[str]) -> "TaskManager":
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("LOGLEVEL", "ERROR")
-    require_packages("lm_eval", requirements="requirements-eval.txt")
+    require_packages("lm_eval", requirements="requirements/eval.txt")
     import lm_eval
     from lm_eval.tasks import TaskManager
 

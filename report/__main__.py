@@ -12,7 +12,7 @@
 Writes report.html, a page with its pictures in it, and prints its tables. With --follow the page is
 written again and again and reloads itself: open the file, or on a remote machine serve its folder
 by `python -m http.server`. Runs of one corpus, size and schedule are one setting, with tables of
-its own. Differences are paired by seed; a verdict needs three seeds. Needs requirements-report.txt.
+its own. Differences are paired by seed; a verdict needs three seeds. Needs requirements/report.txt.
 """
 
 import math

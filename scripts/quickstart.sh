@@ -2,7 +2,7 @@
 # From a fresh checkout to three trained models, a table, their loss curves and a sample. Run again, it finishes at once.
 set -euo pipefail
 echo "1 of 4: install, 1.6 GB on disk with torch for CPUs, 5.1 GB with CUDA"
-source "$(dirname "$0")/setup.sh" requirements.txt requirements-report.txt
+source "$(dirname "$0")/setup.sh" requirements.txt requirements/report.txt
 echo "2 of 4: prepare the source text of Python's standard library"
 python -m data.prepare stdlib
 echo "3 of 4: train three small models, 6 minutes on two free CPU cores"

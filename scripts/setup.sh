@@ -1,7 +1,7 @@
 # Sourced by quickstart.sh and test.sh: makes .venv in the checkout, installs the requirements files named as arguments
 # (by default requirements.txt; again only when they change), and activates it. PYTHON names another interpreter than
 # python3.
-# requirements.txt and requirements-report.txt, 1.6 GB with torch for CPUs, took pip 3:50 minutes on two cores at a load
+# requirements.txt and requirements/report.txt, 1.6 GB with torch for CPUs, took pip 3:50 minutes on two cores at a load
 # of 10 (2026-11-26; torch and others from local files). uv 0.13.9 took 1:25 for 5.1 GB, with PyPI's torch for CUDA
 # (2026-11-27, two busy cores).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,14 +16,15 @@ python="${PYTHON:-python3}"
 }
 source .venv/bin/activate
 for file in "${@:-requirements.txt}"; do
-    stamp=".venv/$(cat requirements*.txt | cksum | cut -d' ' -f1)-$file"
+    name="${file//\//-}"  # requirements/dev.txt: requirements-dev.txt
+    stamp=".venv/$(cat requirements.txt requirements/*.txt | cksum | cut -d' ' -f1)-$name"
     if [ -e "$stamp" ]; then
         echo "already installed: $file"
     else
         echo "installing $file into .venv ..."
         { command -v uv > /dev/null && uv pip install -r "$file"; } ||
             pip install --disable-pip-version-check -r "$file"
-        rm -f .venv/*-"$file"
+        rm -f .venv/*-"$name"
         touch "$stamp"
     fi
 done

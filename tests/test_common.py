@@ -78,7 +78,7 @@ def test_a_command_returns_its_code_and_shows_its_docstring_as_it_is(capsys):
     assert (end.value.code, capsys.readouterr().err) == (2, f"{error}arguments\n")
     require_packages("torch")
     with pytest.raises(
-        ValueError, match=r"^no_such_one not installed: pip install -r requirements-report\.txt$"
+        ValueError, match=r"^no_such_one not installed: pip install -r requirements/report\.txt$"
     ):
         require_packages("torch", "no_such_one")
 

@@ -709,7 +709,7 @@ def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch
     assert not metrics(tiny())
     monkeypatch.undo()  # the index of few_tasks
     monkeypatch.setattr("common.command.find_spec", lambda name: None)
-    refused(r"eval.tasks: lm_eval not installed: pip install -r requirements-eval.txt", "piqa")
+    refused(r"eval.tasks: lm_eval not installed: pip install -r requirements/eval.txt", "piqa")
 
 
 def test_scores_end_once_asked_to_stop(tiny, folder, monkeypatch):

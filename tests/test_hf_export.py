@@ -778,7 +778,7 @@ def test_bad_input(run, tmp_path, monkeypatch, call):
     assert says in call(export.main, run, tmp_path / "out", "--format", "gpt2", code=2)
     assert "no config.toml, so not a run" in call(export.main, tmp_path, tmp_path / "out", code=2)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    says = "transformers not installed: pip install -r requirements-dev.txt"
+    says = "transformers not installed: pip install -r requirements/dev.txt"
     assert says in call(export.main, run, tmp_path / "out", "--check", code=2)
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""Imports point down; notebooks/first_run.ipynb runs in a checkout."""
+"""Imports point down; docs/first_run.ipynb runs in a checkout."""
 
 import ast
 import shutil
@@ -72,7 +72,7 @@ def test_imports_have_no_circle():
         TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-# ---- notebooks/first_run.ipynb: from top to bottom, committed with its outputs
+# ---- docs/first_run.ipynb: from top to bottom, committed with its outputs
 def outputs_of(notebook):
     return [output for cell in notebook.cells for output in cell.get("outputs", ())]
 
@@ -87,10 +87,10 @@ def test_the_notebook_runs_in_a_checkout(tmp_path, monkeypatch):
         return {".git", ".venv", "runs", "shared", "wandb", "tests", *sets} & {*names}
 
     shutil.copytree(REPO_ROOT, tmp_path / "checkout", ignore=leave_out)
-    notebook = nbformat.read(REPO_ROOT / "notebooks/first_run.ipynb", 4)
+    notebook = nbformat.read(REPO_ROOT / "docs/first_run.ipynb", 4)
     committed, settings = outputs_of(notebook), notebook.cells[1]
     settings.source = settings.source.replace("STEPS = 500", "STEPS = 10")
-    monkeypatch.chdir(tmp_path / "checkout/notebooks")  # where Jupyter starts it
+    monkeypatch.chdir(tmp_path / "checkout/docs")  # where Jupyter starts it
     # raises what a cell raises
     NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     for outputs, steps in ((outputs_of(notebook), 10), (committed, 500)):

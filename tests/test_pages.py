@@ -31,7 +31,7 @@ LISTED = subprocess.run(
 ).stdout.split()
 FILES = {file for file in LISTED if (REPO_ROOT / file).is_file()}
 FOLDERS = {str(folder) for file in FILES for folder in Path(file).parents}
-PAST = ("CHANGELOG.md", "docs/LOG", "track/records/edition-")  # they name what was once
+PAST = ("docs/CHANGELOG.md", "docs/LOG", "track/records/edition-")  # they name what was once
 # of other projects; in an export's folder; of a run
 OTHER_FILES = {"train_llama_small_adam_80g8.py", "gpu_model/host.py", "config.toml", "array.sbatch"}
 LEFT_OUT = ("…", "CORPUS")  # words of commands

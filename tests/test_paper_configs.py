@@ -180,7 +180,7 @@ def test_no_two_runs_of_all_files_share_a_folder():
     for file in [
         *FILES.values(),
         *CONFIG.glob("*.toml"),
-        *CONFIG.parent.glob("studies/config/*.toml"),
+        *CONFIG.parent.glob("docs/studies/config/*.toml"),
     ]:
         for point in configure.sweep_points(file):
             name = configure.load(file, point).run.name

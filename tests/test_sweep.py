@@ -246,7 +246,7 @@ def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_fil
         assert (config.eval.interval, config.eval.windows, config.log.interval) == (10, 20, 1)
         assert config.run.dir == "there/rehearsal-0.01"
         assert config.log.group.endswith("-rehearsal-0.01")
-    studies = REPO_ROOT / "studies/config"
+    studies = REPO_ROOT / "docs/studies/config"
     trunk = sweep.list_points(str(studies / "length.toml"), [], scale=0.005)[0]
     assert (trunk.config.train.max_steps, trunk.config.train.keep_steps) == (40, "4,8,16")
     branch = sweep.list_points(str(studies / "length_branches.toml"), [], scale=0.005)[0]

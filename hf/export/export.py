@@ -441,7 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--check", action="store_true", help="load OUT by transformers and compare it with the run")
     args = parser.parse_args(argv)
     if args.check:
-        require_packages("transformers", "accelerate", requirements="requirements-dev.txt")
+        require_packages("transformers", "accelerate", requirements="requirements/dev.txt")
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema, lazy=True)
     export_run(trained, tokenizer, args.out, args.format, args.dtype)
     print(f"{args.out}: {args.run} at step {trained.step}")
