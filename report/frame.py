@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -139,60 +139,47 @@ class Group:
         difference = paired(apart.mean())
         if difference.n >= MIN_SEEDS:
             return Comparison(left, right, difference, plural(difference.n, "seed"))
-        windows = []
-        documents = np.empty(0)
+        lines = []
         for row, seed in product(apart.index, map(int, apart.columns)):
-            first = self.evaluation(left, row, seed)
-            second = self.evaluation(right, row, seed)
-            if {WINDOWS, DOCUMENTS} <= first.keys() and WINDOWS in second:
-                windows.append(np.subtract(first[WINDOWS], second[WINDOWS]))
-                documents = first[DOCUMENTS]
-        interval = Difference(math.nan)
-        if len(windows) == apart.size:
-            interval = clustered(np.mean(windows, axis=0), documents)
-        difference = difference._replace(low=interval.low, high=interval.high, p=math.nan)
-        return Comparison(left, right, difference, "-" if math.isnan(interval.low) else "documents")
+            lines.append([self.evaluation(variant, row, seed) for variant in (left, right)])
+        difference = Difference(difference.mean, n=difference.n)
+        if not all(WINDOWS in line for line in chain(*lines)):
+            return Comparison(left, right, difference, "-")
+        windows = np.mean([np.subtract(a[WINDOWS], b[WINDOWS]) for a, b in lines], axis=0)
+        documents = lines[0][0].get(DOCUMENTS, range(len(windows)))
+        _, low, high, *_ = clustered(windows, documents)
+        return Comparison(left, right, difference._replace(low=low, high=high), "documents")
 
-    def count_differing(self, left: str, right: str) -> float:
-        """The number of options that differ between two variants; infinite if no seed is shared."""
-        if self.runs[left].keys().isdisjoint(self.runs[right]):
-            return math.inf
+    def count_differing(self, left: str, right: str) -> int:
+        """The number of options that differ between two variants."""
         options = [list_options(self.first_run(v), self.key) for v in (left, right)]
         return sum(a != b for a, b in zip(*options, strict=True))
 
-    def find_counterparts(self, variant: str, name: str) -> list[str]:
-        """The variant of a name, or those of another router of that name.
-
-        Of those that share a seed with `variant` the ones with the fewest options that differ.
-        """
-        distances = {}
-        for other in self.runs:
-            is_other_router = self.router(other) == name != self.router(variant)
-            if other != variant and (other == name or is_other_router):
-                distances[other] = self.count_differing(variant, other)
-        nearest = min(distances.values(), default=math.inf)
-        return [other for other in distances if distances[other] == nearest < math.inf]
-
 
 def find_pairs(group: Group, baseline: str) -> list[tuple[str, str]]:
-    """Variants to compare: of one router with one other option, of two routers with similar ones.
+    """Variants to compare: of each two routers, and of each one, those with the most equal options.
 
     The baseline, a router or a variant's label, is the second of its pairs. If it is a variant, it
-    is compared with all others.
+    is compared with all others. Variants without a common seed are not compared.
     """
     routers = {variant: group.router(variant) for variant in group.runs}
     last_router = routers.get(baseline, baseline)  # second, so that no pair of routers flips
-    pairs = []
+    nearest: dict[frozenset, int] = {}
+    distances = {}
     # reversed, because routers that a user added come first in a pair
     for left, right in combinations(reversed(group.runs), 2):
+        if group.runs[left].keys().isdisjoint(group.runs[right]):
+            continue
         if baseline == left or routers[left] == last_router != routers[right]:
             left, right = right, left
-        is_natural = group.count_differing(left, right) == 1
-        if routers[left] != routers[right]:
-            of_left = group.find_counterparts(left, routers[right])
-            is_natural = right in of_left or left in group.find_counterparts(right, routers[left])
-        if is_natural or baseline == right:
-            pairs.append((left, right))
+        kind = frozenset((routers[left], routers[right]))
+        distance = group.count_differing(left, right)
+        distances[left, right] = kind, distance
+        nearest[kind] = min(distance, nearest.get(kind, distance))
+    pairs = []
+    for pair, (kind, distance) in distances.items():
+        if distance == nearest[kind] or pair[1] == baseline:
+            pairs.append(pair)
     return pairs
 
 
@@ -367,10 +354,9 @@ def describe_gaps(group: Group) -> str:
     wanted = len({run.seed for run in group.compared}) * len(group.ends)
     for variant, runs in group.runs.items():
         if len(runs) < wanted:
-            of = f"seeds at values of {group.key}" if group.key else "seeds"
-            gaps.append(f"{variant} has {len(runs)} of {wanted} {of}")
+            gaps.append(f"{variant} has {len(runs)} of {wanted} runs")
     if not gaps:
         return ""
     at = "the end of each run" if group.key else f"step {group.ends[0]:,}"
     note = f"incomplete: {'; '.join(gaps)}. Losses are compared at {at}, by the seeds of both"
-    return f"{group.label}: {note}" if group.label else note
+    return ": ".join(filter(None, [group.label, note]))

@@ -12,29 +12,29 @@ import numpy as np
 import pandas as pd
 import pytest
 from fake_runs import load_groups, loss_of, make_curves, make_run, make_seeds
+from matplotlib.figure import Figure
 from runs import REPO_ROOT
 from scipy import stats
 
 import report.__main__ as report
 from report import plots
 from report.blocks import Table
+from report.compare import Difference
 from report.frame import compare_group
 from report.page import Report, Section, describe_verdicts, format_page
 from report.tables import find_measures
-from router import ROUTERS
 from runtime.runs import Run
 
 
 def draw_losses(group, baseline="kern"):
-    figure = plots.draw_losses(group, baseline)
+    figure = plots.draw_losses(group, baseline, plots.choose_styles(group, baseline))
     figure.draw_without_rendering()
     return figure
 
 
 def read_curve(axes, label):
     """Rows of x, mean, low and high of a curve by its artists."""
-    labels = [line.get_label() for line in axes.get_lines()]
-    number = labels.index(label)
+    number = [line.get_label() for line in axes.get_lines()].index(label)
     points = axes.get_lines()[number].get_xydata()
     bars = np.array(axes.collections[number].get_segments())  # (points, 2 ends, x and y)
     assert (bars[:, :, 0] == points[:, :1]).all()
@@ -43,35 +43,27 @@ def read_curve(axes, label):
 
 # ---- pictures
 def test_curves_over_steps_are_those_of_the_runs(tmp_path):
-    """Mean and range of losses, and the difference with its interval."""
-    points = 40
-    runs = make_seeds(tmp_path, {"kern": 2, "tanh": 2.01}, 3, noise=0.003, points=points)
+    """Mean and range of losses, and the difference with its interval; whole after the start."""
+    runs = make_seeds(tmp_path, {"kern": 2, "tanh": 2.01}, 3, noise=0.003, points=40)
     (group,) = load_groups(*runs)
     figure = draw_losses(group)
     losses, minus = figure.axes
-    assert losses.get_title("left").startswith("validation loss, nats per byte; range of seeds")
-    assert minus.get_title("left").startswith("minus kern's, 95% over 3 seeds")
-    steps = [1000 * i // points for i in range(points + 1)]
-    of_seeds = {step: [loss_of(run, step) for run in runs] for step in steps}
-    wanted = [(s, np.mean(v[:3]), min(v[:3]), max(v[:3])) for s, v in of_seeds.items()]
-    assert read_curve(losses, "kern") == pytest.approx(np.array(wanted))
-    rows = []
-    for step in steps[1:]:
-        kern, tanh = of_seeds[step][:3], of_seeds[step][3:]
+    assert losses.get_title("left") == "validation loss, nats per byte; range of seeds"
+    assert minus.get_title("left") == "minus kern's, 95% over 3 seeds"
+    of_losses, of_minus = [], []
+    for step in range(0, 1001, 25):
+        kern, tanh = np.array([loss_of(run, step) for run in runs]).reshape(2, 3)
+        of_losses.append((step, kern.mean(), kern.min(), kern.max()))
         interval = stats.ttest_rel(tanh, kern).confidence_interval()
-        rows.append((step, np.subtract(tanh, kern).mean(), *interval))
-    assert read_curve(minus, "tanh") == pytest.approx(np.array(rows))
-    low, high = minus.get_ylim()
-    late = np.array(rows)[points // 4 :]
-    assert low < min(0, late[:, 2].min()) and high > max(0, late[:, 3].max())
-    late = [ends for step, ends in of_seeds.items() if step >= 250]
-    low, high = losses.get_ylim()
-    assert low < np.min(late) and np.max(late) < high < max(of_seeds[200])
+        of_minus.append((step, (tanh - kern).mean(), *interval))
+    assert read_curve(losses, "kern") == pytest.approx(np.array(of_losses))
+    assert read_curve(minus, "tanh") == pytest.approx(np.array(of_minus[1:]))
+    for axes, rows in ((losses, of_losses), (minus, [*of_minus[10:], [0] * 4])):
+        low, high = axes.get_ylim()
+        late = np.array(rows[10:])
+        assert low < late[:, 2].min() and late[:, 3].max() < high < max(of_losses[8])
     (legend,) = figure.legends  # one, of both panels
-    assert [text.get_text() for text in legend.get_texts()] == ["kern", "tanh"]
-    # the start would swallow the rest
-    highest = max(of_seeds[0])
-    assert losses.get_ylim()[1] < highest and f"↑ up to {highest:.3g}" in losses.get_title("left")
+    assert [text.get_text() for text in legend.get_texts()] == ["tanh", "kern"]
 
 
 def test_curves_over_a_key_show_all_points(tmp_path):
@@ -84,50 +76,57 @@ def test_curves_over_a_key_show_all_points(tmp_path):
         low, high = axes.get_ylim()
         curve = read_curve(axes, "tanh")
         assert low < curve[:, 2].min() and curve[:, 3].max() < high
+    assert minus.get_ylim()[0] < 0
 
 
 def test_of_many_routers_the_baseline_and_the_best_have_colours(tmp_path):
-    """Here the baseline is the worst; the others are grey lines of their own numbers."""
+    """Here the baseline is the worst; the others are grey. In print markers and lines differ."""
     ends = {"kern": 2.9, "tanh": 2.1, "sigmoid": 2.2, "softmax": 2.3, "dense": 2.4}
     ends |= {"softmax-renorm": 2.5, "sqrtsoftplus": 2.6, "kern-after": 2.7}
-    runs = {name: make_run(tmp_path / name, f"model.router={name}", end=end)
-            for name, end in ends.items()}  # fmt: skip
-    (group,) = load_groups(*runs.values())
-    losses, minus = draw_losses(group).axes
-    for axes, n_coloured in ((losses, 6), (minus, 5)):
-        lines = {line.get_label(): line for line in axes.get_lines() if line.get_label() in ends}
-        assert len(lines) == n_coloured and not {"sqrtsoftplus", "kern-after"} & lines.keys()
-        greys = [line for line in axes.get_lines() if line.get_color() == plots.GREY]
-        assert [line.get_label() for line in greys] == ["2 others", "_"]
-    finals = [line.get_ydata()[-1] for line in losses.get_lines()[-2:]]
-    assert finals == pytest.approx([loss_of(runs[name]) for name in ("kern-after", "sqrtsoftplus")])
+    runs = make_seeds(tmp_path, ends, 1)
+    (group,) = load_groups(*runs)
+    styles = plots.choose_styles(group, "kern")
+    others = {label for label, style in styles.items() if style["label"] == "others"}
+    assert others == {"sqrtsoftplus", "kern-after"}
+    coloured = [style for label, style in styles.items() if label not in others]
+    for property_name in ("color", "marker", "linestyle"):
+        assert len({style[property_name] for style in coloured}) == 6
+    figure = draw_losses(group)
+    lines = figure.axes[0].get_lines()
+    finals = sorted(line.get_ydata()[-1] for line in lines if line.get_label() == "others")
+    assert finals == pytest.approx([loss_of(runs[6]), loss_of(runs[7])])
+    assert len(figure.legends[0].get_texts()) == 7
+    many = pd.DataFrame({0: np.arange(100.0), 1: np.arange(100.0) + 2}, index=range(1, 101))
+    points = plots.summarize_range(many)  # neighbours are averaged
+    assert len(points) == 50 and tuple(points.loc[99.5]) == pytest.approx((99.5, 98.5, 100.5))
 
 
 def test_loads_are_those_of_the_runs(tmp_path):
     """A row for each layer; × marks experts without a token."""
     runs = make_seeds(tmp_path, {"softmax": 2, "kern": 2}, 1)
     (group,) = load_groups(*runs)
-    axes, _ = plots.draw_loads(group).axes
-    loads = [np.array(Run(run).evaluations[1000]["val/loads"], float) for run in runs]
-    shares = np.concatenate(loads) / np.concatenate(loads).mean(axis=1, keepdims=True)
-    wanted = np.flip(np.sort(shares, axis=1), axis=1)
-    assert np.asarray(axes.images[0].get_array()) == pytest.approx(wanted)
+    axes = plots.draw_loads(group).axes[0]
+    loads = np.concatenate([Run(run).evaluations[1000]["val/loads"] for run in runs])
+    shares = np.flip(np.sort(loads / loads.mean(axis=1, keepdims=True), axis=1), axis=1)
+    assert np.asarray(axes.images[0].get_array()) == pytest.approx(shares)
     marks = axes.get_lines()[0].get_xydata()
-    assert marks.tolist() == np.argwhere(wanted == 0)[:, ::-1].tolist()
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["softmax", "kern"]
+    assert marks.tolist() == np.argwhere(shares == 0)[:, ::-1].tolist()
+    labels = [f"{router}, layer {layer}" for router in ("softmax", "kern") for layer in (1, 2)]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == labels
 
 
-def test_styles_can_be_told_apart_in_grey():
-    names = [*ROUTERS, "relu, bias", "relu, gamma"]  # a new router needs no line in plots.py
-    styles = plots.choose_styles(names)
-    assert len({style["marker"] for style in styles}) == len(names)
-    assert plots.choose_styles(["kern"]) == [styles[names.index("kern")]]  # in every picture
-    pair = plots.choose_styles(["kern-norelu", "kern-after"])  # of one colour
-    assert pair[0]["color"] != pair[1]["color"]
-    many = pd.DataFrame({0: np.arange(100.0), 1: np.arange(100.0) + 2}, index=range(1, 101))
-    points = plots.summarize_range(many)  # neighbours are averaged, at the last one's place
-    assert len(points) == 60 and tuple(points.loc[99]) == pytest.approx((98.5, 97.5, 99.5))
-    assert points.index[0] == 2
+def test_differences_are_sorted_with_whole_intervals():
+    differences = {"b": Difference(0.02, 0.01, 0.03), "a": Difference(-0.01, -0.04, 0.02)}
+    figure = plots.draw_differences("minus x", differences, {"dense": 0.05})
+    (axes,) = figure.axes
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a -0.0100", "b +0.0200"]
+    points, zero, dense = axes.get_lines()
+    assert points.get_xydata().tolist() == [[-0.01, 0], [0.02, 1]]
+    bars = [bar.tolist() for bar in axes.collections[0].get_segments()]
+    assert bars == [[[-0.04, 0], [0.02, 0]], [[0.01, 1], [0.03, 1]]]
+    assert [zero.get_xdata()[0], dense.get_xdata()[0]] == [0, 0.05]
+    assert axes.get_xlim()[0] < -0.04 and axes.get_xlim()[1] > 0.05 and axes.yaxis_inverted()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["dense"]
 
 
 # ---- the page
@@ -170,7 +169,7 @@ def test_the_page_and_the_terminal_have_what_the_files_have(tmp_path, call):
 
 def test_names_cannot_break_the_page():
     table = Table("Losses", [{"a|b": "<i>", "c": "1 ± 2", "empty": ""}])
-    picture = plots.Picture(b"<svg/>", "<u>")
+    picture = plots.Picture(Figure(), "<u>")
     section = Section("<b> & co", "c <script>", [picture], [table])
     args = report.build_report_parser().parse_args(["runs", "--follow", "--every=7"])
     page = format_page(Report([], [], ["1 < 2"]), [section], args, ["report", "<script>"]).decode()
