@@ -19,7 +19,7 @@ from runtime.folder import path_of
 SIZES = {
     "data.bins": {"CHUNK_BYTES": 6, "RELEASE_BYTES": 64, "FAULT_BYTES": 8},
     "data.loader": {"STRETCH": 3},
-    "data.prepare": {"SAVE_BYTES": 50, "WORKER_BYTES": 60},
+    "data.prepare": {"SAVE_BYTES": 50, "WORKER_BYTES": 60, "SHARD_TOKENS": 97},
     "data.readers": {"READ_BYTES": 5},
     "data.workers": {"BATCH_BYTES": 40},
     "eval.scoring": {"LOGITS": 30_000},
@@ -58,9 +58,9 @@ def write_texts(folder):
     return [folder / name for name in ("a.jsonl", "b.txt", "c.txt")]
 
 
-def prepare_texts(files, place, call, workers, shard_tokens=10**6):
+def prepare_texts(files, place, call, workers):
     words = ["text", "--source", *files, "--name", "set", "--tokenizer", "bytes"]
-    call(prepare.main, *words, "--out", place, "--workers", workers, "--shard-tokens", shard_tokens)
+    call(prepare.main, *words, "--out", place, "--workers", workers)
     meta = json.loads((place / "set/meta.json").read_text())
     content = {}
     for split in ("train", "val"):
@@ -78,7 +78,7 @@ def test_prepared_bytes_do_not_depend_on_sizes(tmp_path, call, shrink, workers):
     content, counts, n_shard = prepare_texts(files, tmp_path / "plain", call, 1)
     assert n_shard == 2
     shrink()
-    found, found_counts, n_shard = prepare_texts(files, tmp_path / "tiny", call, workers, 97)
+    found, found_counts, n_shard = prepare_texts(files, tmp_path / "tiny", call, workers)
     assert n_shard > 20
     assert found == content and found_counts == counts
 
