@@ -82,8 +82,7 @@ def read_json(path: str | Path, model: type[Content]) -> Content:
         json.loads(content, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
         return TypeAdapter(model).validate_json(content)
     except ValidationError as invalid:
-        lines = [_describe_invalid(path, error) for error in invalid.errors(include_url=False)]
-        raise DamagedFile("\n  ".join(lines)) from None
+        raise DamagedFile(describe_invalid(path, invalid)) from None
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         raise DamagedFile(f"{path}: damaged, not JSON: {error}") from None
 
@@ -100,16 +99,20 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _describe_invalid(path: Path, error: Any) -> str:
-    """A line of the form `PATH: key.inner = value: expected …` for one of pydantic's errors."""
-    key = ".".join(str(part) for part in error["loc"])
-    message = error["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    if error["type"] == "missing":
-        return f"{path}: {key} is missing"
-    value = repr(error["input"])
-    if len(value) > 100:
-        value = f"{value[:100]}…"
-    return f"{path}: {key or 'the content'} = {value}: {message}"
+def describe_invalid(where: str | Path, invalid: ValidationError) -> str:
+    """A line of the form `WHERE: key.inner = value: expected …` for each of pydantic's errors."""
+    lines = []
+    for error in invalid.errors(include_url=False):
+        key = ".".join(str(part) for part in error["loc"])
+        message = error["msg"].removeprefix("Value error, ").replace("Input should", "should")
+        value = repr(error["input"])
+        if len(value) > 100:
+            value = f"{value[:100]}…"
+        if error["type"] == "missing":
+            lines.append(f"{where}: {key} is missing")
+        else:
+            lines.append(f"{where}: {key or 'the content'} = {value}: {message}")
+    return "\n  ".join(lines)
 
 
 def take_lock(file: IO) -> None:

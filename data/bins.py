@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
 from common.files import DamagedFile, read_json, short_path
-from data import DataError
-from data.sources import BARE_TOKENS, SOURCES
-from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
+from data import BARE_TOKENS, DataError
 
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
 SHARD_TOKENS = 100_000_000  # 200 MB
@@ -124,7 +122,7 @@ class Tokens:
         return self._starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count), (count,) uint16: a view into one shard, or a copy.
+        """Tokens [start, start + count), (count,) uint16.
 
         Raises:
             DataError: an id is not in the vocabulary. A GPU would stop with a nameless assertion.
@@ -141,10 +139,7 @@ class Tokens:
         for i in range(first_shard, end_shard):
             shard_start = self._starts[i]
             slices.append(self._shards[i][max(0, start - shard_start) : stop - shard_start])
-        if len(slices) == 1:
-            ids = slices[0]
-        else:
-            ids = np.concatenate([np.empty(0, np.uint16), *slices])
+        ids = np.concatenate([np.empty(0, np.uint16), *slices])
         fault = _find_bad_id(ids, self.vocab_size, start)
         if fault:
             raise DataError(
@@ -181,16 +176,6 @@ def read_meta(folder: Path) -> Meta:
         ) from None
 
 
-def describe_faults(error: ValidationError) -> str:
-    """The first fault that pydantic found, and the number of the others."""
-    faults = error.errors()
-    keys = ".".join(str(key) for key in faults[0]["loc"])
-    text = f"{keys}: {faults[0]['msg']}" if keys else faults[0]["msg"]
-    if len(faults) > 1:
-        text += f", and {len(faults) - 1} more"
-    return text
-
-
 def open_tokens(folder: Path, split: str) -> Tokens:
     """The tokens of `split` ("train" or "val"), memory-mapped. Run `check_dataset` first."""
     meta = read_meta(folder)
@@ -204,47 +189,19 @@ def open_tokens(folder: Path, split: str) -> Tokens:
 def _allow_open_files(count: int) -> None:
     """Raise this process's limit of open files: a mapped shard keeps its file open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = count + OTHER_FILES
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if soft != resource.RLIM_INFINITY and soft < count + OTHER_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def open_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that made this set, from the set's own files; needs no network.
-
-    Raises DataError if a file is another tokenizer's.
-    """
-    meta = read_meta(folder)
-    info = meta.tokenizer
-    tokenizer_file = folder / TOKENIZER_FILE
-    tokenizer: Tokenizer
-    if tokenizer_file.is_file():
-        tokenizer = FileTokenizer(info["name"], tokenizer_file.read_bytes(), info["eot"])
-    else:
-        ranks_file = folder / RANKS_FILE
-        tokenizer = load_tokenizer(info["name"], ranks_file if ranks_file.is_file() else None)
-    if tokenizer.hash != info["hash"]:
-        raise DataError(
-            f"{tokenizer_file}: not of the tokenizer that made the set: expected sha256 "
-            f"{info['hash']}, found {tokenizer.hash}. Put the set's own back, or remove it if the "
-            f"set has none. {_name_remedy(meta)}"
-        )
-    return tokenizer
-
-
-def check_dataset(folder: Path, vocab_size: int, reads_large: bool = True) -> Meta:
+def check_dataset(folder: Path, vocab_size: int) -> Meta:
     """Check that training may use a set.
 
-    The lengths of all shards are checked. Up to 1 GiB in all, so are every id and sha256. Of a
-    larger set, only shards that have changed since the last complete check are read completely;
-    `Tokens.read` checks the ids as training reads them.
+    The lengths of all shards are checked. Up to 1 GiB in all, so are every id and sha256; those of
+    a larger set by data.verify. `Tokens.read` checks the ids as training reads them.
 
     Args:
         folder: of the set.
         vocab_size: the model's; the tokenizer's may be smaller.
-        reads_large: False checks only the lengths of a set above 1 GiB: another process checks it.
 
     Raises:
         DataError: names the file, the expected and the actual value, and the command that repairs
@@ -261,35 +218,11 @@ def check_dataset(folder: Path, vocab_size: int, reads_large: bool = True) -> Me
         )
     check_lengths(folder, meta)
     shards = list_shards(meta)
-    if is_large(shards):
-        shards = find_changed(folder, shards) if reads_large else []
-
-    for shard, (_, faults) in scan_shards(folder, shards, meta.tokenizer):
-        if faults:
-            raise DataError(f"{folder / shard.name}: {faults[0]}. {_name_remedy(meta)}")
+    if sum(2 * shard.tokens for shard in shards) <= HASHED_BYTES:
+        for shard, (_, faults) in scan_shards(folder, shards, meta.tokenizer):
+            if faults:
+                raise DataError(f"{folder / shard.name}: {faults[0]}. {name_remedy(meta)}")
     return meta
-
-
-def is_large(shards: Sequence[Shard]) -> bool:
-    """True if a set of these shards is too large to be read completely at each start."""
-    return sum(2 * shard.tokens for shard in shards) > HASHED_BYTES
-
-
-def find_changed(folder: Path, shards: list[Shard]) -> list[Shard]:
-    """The shards that are newer than meta.json, which is written last and renewed by data.verify.
-
-    Prints a line if there are any.
-    """
-    checked = (folder / "meta.json").stat().st_mtime_ns
-    changed = [shard for shard in shards if (folder / shard.name).stat().st_mtime_ns > checked]
-    if changed:
-        size = sum(2 * shard.tokens for shard in changed) / 1e9
-        print(
-            f"{folder}: {len(changed)} of {len(shards)} files have changed since their last "
-            f"complete check: reading {size:.3g} GB. python -m data.verify {folder} does so once",
-            flush=True,
-        )
-    return changed
 
 
 def check_lengths(folder: Path, meta: Meta) -> None:
@@ -301,7 +234,7 @@ def check_lengths(folder: Path, meta: Meta) -> None:
             found = "no such file" if size is None else f"found {size}"
             raise DataError(
                 f"{path}: expected {2 * shard.tokens} bytes ({shard.tokens} tokens), {found}. "
-                f"{_name_remedy(meta)}"
+                f"{name_remedy(meta)}"
             )
 
 
@@ -378,7 +311,8 @@ def _find_bad_id(ids: np.ndarray, vocab_size: int, position: int = 0) -> str:
     return f"id {ids[first]} at token {position + first:,}, expected below {vocab_size}"
 
 
-def _name_remedy(meta: Meta) -> str:
+def name_remedy(meta: Meta) -> str:
+    """What to do about a damaged set."""
     return f"Prepare it again: {meta.prepare} --force"
 
 
@@ -398,6 +332,8 @@ def partial_folder(folder: Path) -> Path:
 
 def _guess_command(folder: Path) -> str:
     """The command that makes the set in `folder`, guessed from its name."""
+    from data.sources import SOURCES  # training does not need it
+
     corpus = folder.name
     if corpus not in SOURCES:
         corpus = f"text --source FILES --name {shlex.quote(folder.name)}"

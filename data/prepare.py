@@ -47,7 +47,7 @@ from data.bins import (
 from data.encode import Encoded, Encoder, choose_split
 from data.readers import Input
 from data.round_trip import check_loss, compare_with_transformers, describe_loss
-from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
+from data.sources import LIST, SOURCES, hub_inputs, local_inputs, stdlib_inputs
 from data.tokenizer import END_OF_TEXT, TOKENIZER_FILE, FileTokenizer, identity, load_tokenizer
 from data.workers import Position, encode_inputs
 from data.writer import PROGRESS_FILE, Writer, refuse_foreign_files, remove_leftovers
@@ -57,11 +57,6 @@ SAVE_BYTES = 2**26  # input between two records of progress (not measured)
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # what a set may be called
 # on which the tokens depend, for meta.json
 ARGUMENTS = ("corpus", "config", "text_field", "tokenizer", "val_fraction")
-REMOVED = {  # options of earlier versions, and what to do without them
-    "--separator": "write each document into a line of a .jsonl",
-    "--roots": "name Python sources as own text: text --source FOLDER --name NAME",
-    "--shard-tokens": "leave it out; a file has 100 M tokens",
-}
 
 
 @command
@@ -70,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_arguments(argv)
     if args.list:
-        print(describe_sources())
+        print(LIST)
         return 0
     recorded = [argument for argument in argv if argument != "--force"]
     try:
@@ -89,10 +84,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The arguments, completed by the defaults of the corpus. Raises DataError."""
-    for argument in argv:
-        option = argument.partition("=")[0]
-        if option in REMOVED:
-            raise DataError(f"{option} is no longer an option (e125ff1 had it): {REMOVED[option]}")
     parser = build_parser("data.prepare", __doc__)
     add = parser.add_argument
     add("corpus", nargs="?", choices=SOURCES, help="see --list")

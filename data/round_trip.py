@@ -1,5 +1,6 @@
 """Does a tokenizer give text back? Documents are encoded, decoded and compared."""
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,7 @@ def count_changes(text: str, decoded: str) -> int:
 
 def show_difference(text: str, decoded: str) -> str:
     """The first place where two texts differ, in words."""
-    same = 0
-    while text[same : same + 1] == decoded[same : same + 1]:
-        same += 1
+    same = len(os.path.commonprefix([text, decoded]))
     start = max(0, same - CONTEXT)
     stop = same + CONTEXT
     return f"{text[start:stop]!r} becomes {decoded[start:stop]!r}"

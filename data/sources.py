@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.text import first_line
-from data import DataError
+from data import BARE_TOKENS, DataError
 from data.readers import JSON, KINDS, Input, is_text
 
 
@@ -18,14 +18,14 @@ class Source(NamedTuple):
 
     about: str
     val_fraction: float  # fraction of the documents
-    tokenizer: str = "gpt2"
+    tokenizer: str
     hub: dict[str, dict[str, str]] = {}  # repo, files, … by --config; the first is the default
     local: str = ""  # the files for --source; empty if there are none
     notes: str = ""
 
 
-TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-SOURCES = {name: Source(**table) for name, table in TABLES.items()}
+LIST = Path(__file__).with_suffix(".toml").read_text("utf-8")
+SOURCES = {name: Source(**table) for name, table in tomllib.loads(LIST).items()}
 
 # Folders of the standard library that are not read: tests, more than half of it, which many systems
 # do not ship; encodings and pydoc_data, which are generated tables; installed packages.
@@ -41,10 +41,6 @@ STDLIB_SKIPS = {
 # files of the Hugging Face hub and of `datasets` that describe a data set
 CARD_FILES = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 DATA_FILES = tuple(kind for kind in KINDS if kind.startswith((*JSON, ".parquet")))
-BARE_TOKENS = (
-    "a .bin of nanoGPT or the like: tokens without a meta.json that says which tokenizer made "
-    "them. Prepare the text they were made from"
-)
 
 
 def stdlib_inputs() -> list[Input]:
@@ -194,21 +190,3 @@ def hub_inputs(hub: dict[str, str], revision: str | None = None) -> tuple[str, l
     for path in sorted(files):
         inputs.append(Input(f"hf://{path}", path.removeprefix(root), files[path]["size"]))
     return str(commit), inputs
-
-
-def describe_sources() -> str:
-    """The text of `python -m data.prepare --list`: all corpora."""
-    lines = []
-    for name, source in SOURCES.items():
-        lines.append(f"{name}: {source.about}")
-        for config, hub in source.hub.items():
-            lines.append(f"    --config {config}: {hub['repo']}, {hub['files']}")
-            lines.append(f"        download {hub['download']}; {hub['tokens']} tokens")
-            lines.append(f"        licence: {hub['licence']}")
-        share = f"{source.val_fraction:.2%} of the documents for validation"
-        lines.append(f"    tokenizer {source.tokenizer}, {share}")
-        if source.local:
-            lines.append(f"    --source: {source.local}")
-        if source.notes:
-            lines.append(f"    notes: {source.notes}")
-    return "\n".join(lines)

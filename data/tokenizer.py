@@ -15,6 +15,7 @@ import numpy as np
 from common.files import check_regular
 from common.text import first_line
 from data import DataError
+from data.bins import name_remedy, read_meta
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -294,6 +295,29 @@ def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
         return read_tokenizer_folder(Path(name))
     known = ", ".join([*TOKENIZERS, f"a folder with {TOKENIZER_FILE}"])
     raise DataError(f"no tokenizer {name!r}: choose one of {known}")
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that made this set, from the set's own files; needs no network.
+
+    Raises DataError if a file is another tokenizer's.
+    """
+    meta = read_meta(folder)
+    info = meta.tokenizer
+    tokenizer_file = folder / TOKENIZER_FILE
+    tokenizer: Tokenizer
+    if tokenizer_file.is_file():
+        tokenizer = FileTokenizer(info["name"], tokenizer_file.read_bytes(), info["eot"])
+    else:
+        ranks_file = folder / RANKS_FILE
+        tokenizer = load_tokenizer(info["name"], ranks_file if ranks_file.is_file() else None)
+    if tokenizer.hash != info["hash"]:
+        raise DataError(
+            f"{tokenizer_file}: not of the tokenizer that made the set: expected sha256 "
+            f"{info['hash']}, found {tokenizer.hash}. Put the set's own back, or remove it if the "
+            f"set has none. {name_remedy(meta)}"
+        )
+    return tokenizer
 
 
 def identity(tokenizer: Tokenizer | type[ByteTokenizer | GPT2Tokenizer]) -> dict:

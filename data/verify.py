@@ -3,17 +3,16 @@
     python -m data.verify NAME ...
 
 Checks lengths and sha256 of all shards, that every id is in the vocabulary, and that there are as
-many end-of-text tokens as documents. Prints the set's numbers and the start of both splits. The
-time of meta.json becomes that of the check (`bins.find_changed`).
+many end-of-text tokens as documents. Prints the set's numbers and the start of both splits.
 """
 
 import os
-import time
 from pathlib import Path
 
 from common.command import build_parser, command, run_command
 from common.progress import progress_bar
 from data import DataError, bins
+from data.tokenizer import open_tokenizer
 
 SAMPLE_TOKENS = 60
 
@@ -37,7 +36,6 @@ def verify_dataset(folder: Path) -> str:
     """
     meta = bins.read_meta(folder)
     bins.check_lengths(folder, meta)
-    started = time.time_ns()  # a change while files are read is one after the check
     faults: list[str] = []
     total = sum(split.tokens for split in meta.splits.values())
     with progress_bar(desc="tokens", total=total, unit_scale=True) as bar:
@@ -52,9 +50,8 @@ def verify_dataset(folder: Path) -> str:
                 documents = f"meta.json says {split.documents:,} documents"
                 faults.append(f"{name}: {ends:,} end-of-text tokens, {documents}")
     if faults:
-        remedy = f"Prepare it again: {meta.prepare} --force"
-        raise DataError("\n  ".join([f"{folder} is damaged:", *faults, remedy]))
-    tokenizer = bins.open_tokenizer(folder)
+        raise DataError("\n  ".join([f"{folder} is damaged:", *faults, bins.name_remedy(meta)]))
+    tokenizer = open_tokenizer(folder)
     description = bins.describe_set(meta, folder)
     lines = [f"{description}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]
     lines += [f"warning: {loss}" for loss in meta.source.get("losses", [])]
@@ -62,10 +59,6 @@ def verify_dataset(folder: Path) -> str:
         tokens = bins.open_tokens(folder, name)
         text = tokenizer.decode(tokens.read(0, min(SAMPLE_TOKENS, len(tokens))).tolist())
         lines.append(f"{name} starts: {text!r}")
-    try:
-        os.utime(folder / "meta.json", ns=(started, started))
-    except OSError as error:
-        lines.append(f"warning: {error}: a start of training will read changed files again")
     return "\n    ".join(lines)
 
 

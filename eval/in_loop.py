@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from configure import Config
-from data.bins import open_tokenizer
+from data.tokenizer import open_tokenizer
 from eval.scoring import Interrupted, Scorer, scoring_dtype
 from eval.tasks import check_tasks, load_tasks, score_task
 from model import GPT

@@ -15,12 +15,11 @@ from data.bins import (
     Tokens,
     check_dataset,
     fingerprint,
-    open_tokenizer,
     open_tokens,
     read_meta,
     sha256_of,
 )
-from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
+from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer, open_tokenizer
 from model import GPT
 from runtime import RunError, checkpoint
 from runtime.checkpoint import LazyTensors

@@ -41,8 +41,7 @@ from common.text import text_table
 from data import DataError
 from data.bins import read_meta
 from data.encode import Encoder, read_texts
-from data.loader import fixed_windows, number_documents
-from data.mixture import identify, list_sets, split_windows
+from data.loader import fixed_windows, identify, list_sets, number_documents, split_windows
 from data.sources import local_inputs
 from data.tokenizer import FileTokenizer, Tokenizer, token_bytes
 from eval.scoring import Scorer, scoring_dtype

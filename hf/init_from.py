@@ -22,8 +22,8 @@ from common.files import DamagedFile, read_json
 from configure import Config
 from configure.check import find_conflicts
 from configure.schema import Model, select_model_keys
-from data.bins import Meta, fingerprint, open_tokenizer, read_meta
-from data.tokenizer import TOKENIZER_FILE
+from data.bins import Meta, fingerprint, read_meta
+from data.tokenizer import TOKENIZER_FILE, open_tokenizer
 from gate_norm import gate_scale
 from hf.formats import BUFFERS, FORMATS, Format, Row, dense_width
 from hf.match_gates import match_gates, take_routers

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Self
 
 import configure
 from data import DataError
-from data.mixture import check_sets
+from data.loader import check_sets
 from runtime import RankError, RunError, Stopped
 
 # ---- requests to stop: SIGTERM (scheduler), SIGUSR1 (Slurm), SIGINT (Ctrl-C), SIGHUP (terminal)
@@ -98,13 +98,13 @@ next:
 def check_command(argv: Sequence[str]) -> None:
     """Exit with 2 if the command line is wrong, or if the data sets of a new run do not fit.
 
-    Data are checked only if the job has one rank, and large sets completely only later.
+    Data are checked only if the job has one rank.
     """
     config = configure.from_command_line(argv)
     if os.environ.get("WORLD_SIZE", "1") != "1" or Path(config.run.dir, config.run.name).exists():
         return
     try:
-        check_sets(config.data.folders, config.model.vocab_size, reads_large=False)
+        check_sets(config.data.folders, config.model.vocab_size)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

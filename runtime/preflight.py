@@ -10,8 +10,7 @@ import configure
 from configure import Config
 from configure.schema import replace
 from data.bins import open_tokens
-from data.loader import Loader, Validation, choose_validation
-from data.mixture import check_documents, check_sets, identify
+from data.loader import Loader, Validation, check_documents, check_sets, choose_validation, identify
 from kernels import choose_backend
 from router import find_spec
 from runtime import RunError, distributed
@@ -181,9 +180,7 @@ def check_settings(config: Config) -> None:
 def open_data(config: Config) -> Data:
     """Check and open the data sets. Raises DataError if they do not fit the model or each other."""
     folders = config.data.folders
-    # one rank per node reads what is large
-    is_first = distributed.local_rank() == 0
-    metas = check_sets(folders, config.model.vocab_size, reads_large=is_first)
+    metas = check_sets(folders, config.model.vocab_size)
     document_token = None
     if config.data.document_mask:
         check_documents(folders, metas)

@@ -37,7 +37,7 @@ from common.text import format_bytes, plural
 from configure import Config, ConfigError
 from configure.schema import select_keys
 from data import DataError
-from data.mixture import check_sets
+from data.loader import check_sets
 from runtime import RunError, checkpoint, folder
 from runtime.distributed import GPUS
 from runtime.folder import RunFolder, find_branch
@@ -205,7 +205,7 @@ def warn_of_data(points: list[Point]) -> None:
     """Print which data the points lack here; they may run on another machine."""
     for folders_of_sets, vocab_size in list_sets(points):
         try:
-            check_sets(folders_of_sets, vocab_size, reads_large=False)
+            check_sets(folders_of_sets, vocab_size)
         except DataError as error:
             print(f"warning: {error}", file=sys.stderr)
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from data import prepare, workers
-from data.bins import open_tokenizer, open_tokens, read_meta
-from data.tokenizer import ByteTokenizer
+from data.bins import open_tokens, read_meta
+from data.tokenizer import ByteTokenizer, open_tokenizer
 from data.writer import Writer
 
 BYTES = ByteTokenizer()

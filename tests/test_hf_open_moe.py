@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 import configure
 import train
 from data import prepare
-from data.bins import open_tokenizer
+from data.tokenizer import open_tokenizer
 from eval.trained import load_model, load_run
 from hf.export import export
 from hf.formats import FORMATS

@@ -21,14 +21,17 @@ import configure
 import train
 from data import DataError
 from data.bins import Tokens, check_dataset, fingerprint, open_tokens
-from data.loader import Loader, choose_validation, fixed_windows, window_documents
-from data.mixture import (
+from data.loader import (
     SHARE_SUM,
+    Loader,
     assign_rows,
     check_sets,
+    choose_validation,
+    fixed_windows,
     identify,
     split_windows,
     to_shares,
+    window_documents,
 )
 from eval import val_loss
 from eval.routing import read_validation

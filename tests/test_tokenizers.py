@@ -20,7 +20,7 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoTokenizer
 
-from data import DataError, bins, prepare
+from data import DataError, prepare
 from data.bins import open_tokens, read_meta
 from data.round_trip import Loss, count_changes, show_difference
 from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, token_bytes
@@ -284,8 +284,8 @@ def test_documents_are_compared_throughout_each_file(
     run, tmp_path, monkeypatch, small_batches, number, says
 ):
     """The first, and each 32nd after it; a small share of losses is said, and kept in meta.json."""
-    for module in (prepare, bins):
-        monkeypatch.setattr(module, "load_tokenizer", lambda *_: NoDigits())
+    for module in ("prepare", "tokenizer"):
+        monkeypatch.setattr(f"data.{module}.load_tokenizer", lambda *_: NoDigits())
     texts = {
         name: [f"{name} {'a' * 999} {'x' * i}" for i in range(32)] + ["end"]
         for name in ("one", "two")

@@ -15,7 +15,7 @@ from conftest import TINY
 from scipy import stats
 
 from data.bins import read_meta
-from data.mixture import identify
+from data.loader import identify
 from router import find_spec
 from runtime.launch import EXIT_CODE, Stop
 from scripts.sweep import Point
@@ -340,15 +340,15 @@ RECORD = json.loads(make_line().model_dump_json())
         ("{", "line 2: not JSON"),
         ('{"arm": "a", "arm": "b"}', "a key is there twice"),
         ("NaN", "line 2"),
-        (json.dumps({**RECORD, "loss": -7.4}), "loss: Input should be greater than 0"),
-        (json.dumps({**RECORD, "loss": 5.55}), "loss: Input should be less than 5.549"),
-        (json.dumps({**RECORD, "loss": "1.3"}), "loss: Input should be a valid number"),
+        (json.dumps({**RECORD, "loss": -7.4}), "loss = -7.4: should be greater than 0"),
+        (json.dumps({**RECORD, "loss": 5.55}), "loss = 5.55: should be less than 5.549"),
+        (json.dumps({**RECORD, "loss": "1.3"}), "loss = '1.3': should be a valid number"),
         (json.dumps({**RECORD, "zero_gates": 7.5}), "zero_gates"),
         (json.dumps({**RECORD, "load_imbalance": 0.0}), "load_imbalance"),
         (json.dumps({**RECORD, "setting": -1}), "setting"),
         (json.dumps({**RECORD, "arm": "n-gram."}), "arm"),
         (json.dumps({**RECORD, "made": {**RECORD["made"], "commit": "HEAD"}}), "made.commit"),
-        (json.dumps({"format": 2, "edition": 2, "name": "kern"}), "line 2: arm: Field required"),
+        (json.dumps({"format": 2, "edition": 2, "name": "kern"}), "line 2: arm is missing"),
         (json.dumps(RECORD), "kern-loss, setting 0 is there before"),
     ],
 )
@@ -388,8 +388,8 @@ def test_arms_that_the_rules_lack(tmp_path, capsys):
             "enter kern-loss --spec tanh --balance loss --rung main",
             "'kern-loss': take another name",
         ),
-        ("enter tanh --settings 1 --rung main", "settings: Input should be greater"),
-        ("enter tanh --hash-layers -1 --rung main", "hash_layers: Input should be greater"),
+        ("enter tanh --settings 1 --rung main", "settings = 1: should be greater"),
+        ("enter tanh --hash-layers -1 --rung main", "hash_layers = -1: should be greater"),
         ("enter tanh --rung main", "lacks the arm softmax-renorm-quantile"),
         ("enter tanh --balance loss", "--rung draft: expected main"),
     ],
@@ -404,10 +404,10 @@ def test_bad_arguments(arguments, words, rules, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("[track]\n", "[track]\nunknown = 1\n", "unknown: Extra inputs"),
-        ('balance = "loss" }\n\n', 'balance = "luck" }\n\n', "track.arms.kern-loss.balance"),
+        ("[track]\n", "[track]\nunknown = 1\n", "unknown = 1: Extra inputs"),
+        ('balance = "loss" }\n\n', 'balance = "luck" }\n\n', "arms.kern-loss.balance"),
         ('["kern-loss"]', '["kern-los"]', "questions.kern has an arm that track.arms lacks"),
-        ("alpha = 0.01\n", "", "alpha: Field required"),
+        ("alpha = 0.01\n", "", "alpha is missing"),
         ("[track]\n", "[track\n", "TOML"),
     ],
 )

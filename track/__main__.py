@@ -24,8 +24,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from common.command import build_parser, command, require_packages, run_command
+from common.files import describe_invalid
 from common.text import text_table
-from data.bins import describe_faults
 from router import find_spec
 from runtime.launch import EXIT_CODE, Stop
 from track.contest import (
@@ -105,7 +105,7 @@ def enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
         minus = "softmax-renorm-loss" if args.balance == "loss" else "softmax-renorm-quantile"
         question = Question(minus=[minus], settings=args.settings)
     except ValidationError as error:
-        raise ValueError(describe_faults(error)) from None
+        raise ValueError(describe_invalid("the new arm", error)) from None
     except ValueError as error:
         raise ValueError(f"no router {router!r}: {error}; --spec takes a formula") from None
     if minus not in protocol.arms:

@@ -17,9 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 import configure
-from common.files import check_regular
+from common.files import check_regular, describe_invalid
 from configure.schema import Section
-from data.bins import describe_faults
 
 FILE = "config/track/edition-3.toml"
 RECORDS = Path(__file__).parent / "records/edition-3"
@@ -87,7 +86,7 @@ def load_protocol(file: str) -> Protocol:
     try:
         protocol = Protocol.model_validate(table)
     except ValidationError as error:
-        raise ValueError(f"{file}: track.{describe_faults(error)}") from None
+        raise ValueError(describe_invalid(f"{file}: [track]", error)) from None
     for name in protocol.questions:
         arms = {arm for pair in list_pairs(protocol, name) for arm, _ in pair}
         if not arms <= protocol.arms.keys():
@@ -202,7 +201,7 @@ def read_lines(file: Path) -> list[Line]:
             fields = json.loads(text, object_pairs_hook=refuse_twice)
             line = Line.model_validate(fields)
         except ValidationError as error:
-            raise ValueError(f"{where}: {describe_faults(error)}") from None
+            raise ValueError(describe_invalid(where, error)) from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON ({error}); delete it, `run` adds it") from None
         if any(line.run == other.run and line.made == other.made for other in lines):

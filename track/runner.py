@@ -16,7 +16,7 @@ import configure
 from common.files import take_lock
 from configure import Config
 from data.bins import read_meta
-from data.mixture import identify
+from data.loader import identify
 from runtime.distributed import device_name, pick_device
 from runtime.launch import EXIT_CODE, Stop
 from runtime.runs import Run
