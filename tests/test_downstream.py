@@ -565,6 +565,15 @@ def test_scores_equal_one_pass_per_pair(router, pos, tokens):
     (whole, other), pieces = scorer.score([(context, long), pairs[0]]), scorer.score(parts)
     assert whole.loglikelihood == pytest.approx(sum(piece.loglikelihood for piece in pieces))
     assert pieces[-1].greedy and not whole.greedy and other == scorer.score(pairs[:1])[0]
+    # pieces of 8, 8 and 1, the last token the likeliest or not, which has the least loss of them
+    for last in (0, 1):
+        ids = list(context)
+        for position in range(5, 22):
+            end = min(8 * ((position - 5) // 8) + 13, 22)
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[max(0, end - 17) :]])).logits
+            ids.append(logits.flatten().topk(2).indices[last if position == 21 else 0].item())
+        assert scorer.score([(ids[:5], ids[5:])])[0].greedy == (last == 0)
 
 
 class Recorder(LM):

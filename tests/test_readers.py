@@ -179,9 +179,9 @@ BAD_DOCUMENTS = {  # a line of JSON lines, or another file: what is said of it
 
 @pytest.mark.parametrize("line", BAD_DOCUMENTS, ids=range(len(BAD_DOCUMENTS)))
 def test_bad_documents(run, tmp_path, small_batches, line):
-    """Named by their number, or left out and counted."""
-    before, after = ROWS.splitlines(keepends=True)[: LINE - 1], ROWS
-    (tmp_path / "in.jsonl").write_bytes(b"".join(before) + line + b"\n\n \r\n" + after)
+    """Named by their number in the file, whose empty lines count, or left out and counted."""
+    before, after = ROWS.splitlines(keepends=True)[: LINE - 3], ROWS
+    (tmp_path / "in.jsonl").write_bytes(b"".join(before) + b"\n \r\n" + line + b"\n\n" + after)
     args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3)
     out = run(*args, code=2)
     assert re.search(f"in.jsonl: line {LINE} .*{BAD_DOCUMENTS[line]}", out)
@@ -192,7 +192,7 @@ def test_bad_documents(run, tmp_path, small_batches, line):
     meta = check_dataset(tmp_path / "out/text", 257)
     assert (meta.source["bad"], meta.source["empty"]) == (1, 0)
     texts = [json.loads(row)["text"] for row in ROWS.splitlines()]
-    wanted = corpora.split_of(texts[: LINE - 1] + texts, 0.3)
+    wanted = corpora.split_of(texts[: LINE - 3] + texts, 0.3)
     assert corpora.documents_of(tmp_path / "out/text") == wanted
 
 

@@ -320,12 +320,15 @@ def test_losses_that_come_late_are_refused(run, tmp_path, monkeypatch, small_bat
 def test_long_documents_are_compared_throughout(monkeypatch):
     """Of each 32 pieces the first; other documents are not compared."""
     monkeypatch.setattr("data.round_trip.PIECE", 4)
-    for text, different in (("a" * 4 * 64 + "b1", 1), ("a" * 4 * 63 + "1bbb" + "a" * 9, 0)):
+    for text, different, characters in (
+        ("a" * 4 * 64 + "b1", 1, 4 + 4 + 2),
+        ("a" * 4 * 63 + "1bbb" + "a" * 9, 0, 4 + 4 + 4),
+    ):
         loss = Loss()
         loss.compare(NoDigits(), text, "here")
         assert loss.counts["different"] == loss.counts["lost"] == different
         assert loss.example == ("here: 'b1' becomes 'b'" if different else "")
-        assert loss.counts["compared"] == 1
+        assert (loss.counts["compared"], loss.counts["characters"]) == (1, characters)
 
 
 @given(text=st.text(max_size=40), decoded=st.text(max_size=40))
