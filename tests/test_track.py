@@ -6,16 +6,17 @@ import json
 import math
 import shutil
 from collections import Counter
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import TINY
+from matplotlib.figure import Figure
 from scipy import stats
 
 from data.bins import read_meta
 from data.loader import identify
+from report import plots
 from router import find_spec
 from runtime.launch import EXIT_CODE, Stop
 from scripts.sweep import Point
@@ -338,7 +339,6 @@ RECORD = json.loads(make_line().model_dump_json())
     ("text", "words"),
     [
         ("{", "line 2: not JSON"),
-        ('{"arm": "a", "arm": "b"}', "a key is there twice"),
         ("NaN", "line 2"),
         (json.dumps({**RECORD, "loss": -7.4}), "loss = -7.4: should be greater than 0"),
         (json.dumps({**RECORD, "loss": 5.55}), "loss = 5.55: should be less than 5.549"),
@@ -516,11 +516,26 @@ def test_the_page_has_the_records_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "PAGE", page)
     assert main(["table"], Stop()) == 0
     assert page.read_text() == (FOLDER / "README.md").read_text()
-    lines = [make_line(arm, setting) for arm, setting in product(("kern-loss",), range(7))]
+    assert not list(tmp_path.glob("*.svg"))
+    lines = []
+    # at odd settings the reference has quantile balancing
+    for arm, loss in (("softmax-renorm-quantile", 1.3), ("dense", 1.35), ("tanh-quantile", 1.28)):
+        lines += [make_line(arm, setting, loss + setting / 100) for setting in (1, 3)]
+    lines += [make_line("kern-quantile", setting, 1.32) for setting in (1, 3)]
     (tmp_path / "main.jsonl").write_text("".join(line.model_dump_json() + "\n" for line in lines))
     shutil.copy(RECORDS / "counting.json", tmp_path)
+    drawn = []
+    monkeypatch.setattr(plots, "draw_differences", lambda *args: drawn.append(args) or Figure())
     assert main(["--records", str(tmp_path), "table"], Stop()) == 0
-    assert "|kern-loss|7|1.3000|" in page.read_text()
+    assert "|tanh-quantile|2|1.3000|" in page.read_text()
+    assert f"(records/{tmp_path.name}/differences.svg)" in page.read_text()
+    assert (tmp_path / "differences.svg").exists()
+    ((title, means, levels),) = drawn
+    assert title == "minus softmax-renorm, nats per byte"
+    assert {name: mean.mean for name, mean in means.items()} == pytest.approx(
+        {"kern": 0.0, "kern-quantile": 0.0, "tanh-quantile": -0.02}
+    )
+    assert levels == pytest.approx({"dense": 0.05, "counting": 1.3332 - 1.32})
 
 
 def test_closed_editions():

@@ -6,7 +6,7 @@
     python -m scripts.track enter mine --spec "tanh, post=l2 over topk" --balance loss
     python -m scripts.track verify                            check the record, print its tables
     python -m scripts.track verify --rerun 2                  train two of its runs again
-    python -m scripts.track table                             write the tables of track/README.md
+    python -m scripts.track table                             write track/README.md and its picture
 
 `run` and `enter` resume where they were stopped. The record is track/records/edition-3/main.jsonl,
 one run a line, each added as it ends.
@@ -67,11 +67,12 @@ def main(argv: Sequence[str] | None, stop: Stop) -> int:
     add = commands.add_parser("verify", help="check the record").add_argument
     add("--rerun", type=int, default=0, metavar="K", help="train K of its runs again")
     add_training(add, "main")
-    commands.add_parser("table", help="write the tables of track/README.md")
+    commands.add_parser("table", help="write track/README.md and its picture")
     args = parser.parse_args(argv)
     require_packages("scipy")
     protocol = load_protocol(args.track)
     if args.command == "table":
+        require_packages("matplotlib", "pandas")
         write_page(protocol, args.records)
         return 0
     if args.parallel < 1 or getattr(args, "rerun", 0) < 0:

@@ -177,14 +177,6 @@ class Line(Section):
         return self.arm, self.setting
 
 
-def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object. Raises ValueError if a key is there twice."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("a key is there twice")
-    return fields
-
-
 def read_lines(file: Path) -> list[Line]:
     """Read a record; no file is one without runs.
 
@@ -198,7 +190,7 @@ def read_lines(file: Path) -> list[Line]:
     for number, text in enumerate(file.read_text(errors="replace").splitlines(), 1):
         where = f"{file}, line {number}"
         try:
-            fields = json.loads(text, object_pairs_hook=refuse_twice)
+            fields = json.loads(text)
             line = Line.model_validate(fields)
         except ValidationError as error:
             raise ValueError(describe_invalid(where, error)) from None

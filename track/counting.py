@@ -151,7 +151,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         train, val = read_windows(config)
         probability = predict(train, val, config.model.vocab_size, CONTEXT)
         losses[rung] = round(float(-np.log(probability[:, 1:]).mean()), 4)
-        print(f"{rung}: {losses[rung]} nats per byte", flush=True)
     write_atomic(RECORDS / COUNTING, json.dumps(losses) + "\n")
 
 

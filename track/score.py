@@ -95,9 +95,9 @@ def find_best(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, f
     """
     if len(rates) < 6:
         return None
-    parabola = np.polynomial.Polynomial.fit(np.log(rates), losses, 2)
-    slope = parabola.deriv()
-    place = float(slope.roots()[0])
-    if slope.deriv()(place) <= 0 or not math.log(min(rates)) <= place <= math.log(max(rates)):
+    places = np.log(rates)
+    curvature, slope, height = np.polyfit(places, losses, 2)
+    lowest = -slope / (2 * curvature)
+    if curvature <= 0 or not min(places) <= lowest <= max(places):
         return None
-    return math.exp(place), float(parabola(place))
+    return math.exp(lowest), float(height + slope * lowest / 2)

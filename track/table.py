@@ -1,26 +1,23 @@
-"""The tables of track/README.md, from the record of the main rung."""
+"""The tables and the picture of track/README.md, from the record of the main rung."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from common.files import read_json, write_atomic
 from common.text import Table, markdown_table
-from track.contest import COUNTING, Line, Protocol, draw_setting, read_lines
+from track.contest import COUNTING, Line, Protocol, Question, draw_setting, read_lines
 from track.score import Answer, answer, find_best, judge, power
 
 PAGE = Path(__file__).with_name("README.md")
 MARKS = ("<!-- track: begin -->", "<!-- track: end -->")
-ENOUGH = 6  # pairs, to print their own deviation in place of the pilot's
 
 
 def tabulate_questions(protocol: Protocol, answers: Sequence[Answer]) -> Table:
-    """A row for each question that has a pair."""
+    """A row for each question."""
     head = ["question", "minus", "difference", "p", "verdict", "pairs", "diverged at"]
     rows = []
     for one in answers:
-        if not one.differences:
-            continue
         mean = one.mean
         rows.append(
             [
@@ -38,9 +35,9 @@ def tabulate_questions(protocol: Protocol, answers: Sequence[Answer]) -> Table:
 
 def tabulate_arms(protocol: Protocol, lines: Sequence[Line], counting: float) -> Table:
     """A row for each arm that has a run, after the count table's."""
-    head = ["arm", "runs", "mean loss", "best loss at rate", "minus counting", "load imbalance"]
+    head = ["arm", "runs", "mean loss", "best loss at rate", "load imbalance"]
     head += ["dead experts", "diverged"]
-    rows = [["counting", "", "", f"{counting:.4f}", *[""] * 4]]
+    rows = [["counting", "", "", f"{counting:.4f}", "", "", ""]]
     for arm in protocol.arms:
         runs = [line for line in lines if line.arm == arm]
         if not runs:
@@ -55,7 +52,6 @@ def tabulate_arms(protocol: Protocol, lines: Sequence[Line], counting: float) ->
                 str(len(runs)),
                 format_mean(losses, 4),
                 f"{best[1]:.4f} at {best[0]:.2g}" if best else "",
-                f"{best[1] - counting:+.4f}" if best else "",
                 format_mean([line.load_imbalance for line in ended], 1),
                 format_mean([line.dead_experts for line in ended], 1),
                 str(len(runs) - len(ended)),
@@ -71,17 +67,30 @@ def format_mean(values: Sequence[float | None], digits: int) -> str:
 
 
 def describe_power(protocol: Protocol, one: Answer) -> str:
-    """How small a difference a question can find, by its own pairs if there are enough."""
+    """How small a difference a question can find."""
     deviation = protocol.pilot_sd
-    origin = "expected from edition 2"
-    if len(one.finite) >= ENOUGH:
-        deviation = stdev(one.finite)
-        origin = "of the pairs so far"
     small, large = (power(size, deviation, one.planned, protocol.alpha) for size in (0.005, 0.008))
     return (
-        f"With the standard deviation {origin}, {deviation:.4f},\n{one.planned} pairs find "
-        f"a difference of 0.005 in {small:.0%} and of 0.008 in {large:.0%} of contests."
+        f"With the standard deviation expected from edition 2, {deviation:.4f},\n{one.planned} "
+        f"pairs find a difference of 0.005 in {small:.0%} and of 0.008 in {large:.0%} of contests."
     )
+
+
+def draw_answers(answers: Sequence[Answer], lines: Sequence[Line], counting: float) -> bytes:
+    """An SVG file: each question's difference from softmax-renorm; dense and counting as lines.
+
+    Counting is minus the reference's mean loss.
+    """
+    from report.plots import draw_differences, format_svg  # other commands do without matplotlib
+
+    means = {one.name: one.mean for one in answers if one.mean}
+    levels = {}
+    if "dense" in means:
+        levels["dense"] = means.pop("dense").mean
+    reference = [line.loss for line in lines if [line.arm] == Question().minus and line.loss]
+    if reference:
+        levels["counting"] = counting - fmean(reference)
+    return format_svg(draw_differences("minus softmax-renorm, nats per byte", means, levels))
 
 
 def write_page(protocol: Protocol, records: Path) -> None:
@@ -89,12 +98,12 @@ def write_page(protocol: Protocol, records: Path) -> None:
     lines = read_lines(records / "main.jsonl")
     counting = read_json(records / COUNTING, dict[str, float])["main"]
     answers = [answer(protocol, name, lines) for name in protocol.questions]
-    first = answers[0]
-    parts = [describe_power(protocol, first)]
-    if len(first.differences) < first.planned:
-        parts.append(f"Runs are going on: {len(first.differences)} of {first.planned} pairs.")
-    if lines:
-        parts.append(markdown_table(*tabulate_questions(protocol, answers), gap=""))
+    parts = [describe_power(protocol, answers[0])]
+    if sum(one.mean is not None for one in answers) > 1:
+        picture = records / "differences.svg"
+        write_atomic(picture, draw_answers(answers, lines, counting))
+        parts.append(f"![differences from softmax-renorm](records/{records.name}/{picture.name})")
+    parts.append(markdown_table(*tabulate_questions(protocol, answers), gap=""))
     parts.append(markdown_table(*tabulate_arms(protocol, lines, counting), gap=""))
     begin, end = MARKS
     before, _, rest = PAGE.read_text().partition(begin)
