@@ -517,6 +517,17 @@ def set_gradient_sync(runner: nn.Module, parallel: str, last: bool) -> None:
             runner.set_requires_all_reduce(last)
 
 
+def reshard(model: GPT) -> None:
+    """Let the parameters of a sharded model be its shards again after a forward pass.
+
+    FSDP2 leaves the gathered weights of some modules in their place. An optimizer built on these
+    would never get a gradient.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def gather_model(model: GPT) -> GPT:
     """A copy of a sharded model with full weights, on its device. Every rank must call it."""
     with torch.device("meta"):

@@ -26,6 +26,7 @@ from runtime.parallel import (
     distribute,
     draw_normal,
     full_tensor,
+    reshard,
     warm_up_ddp_buckets,
     without_parameters,
 )
@@ -322,6 +323,7 @@ def place_model(plan: Plan, model: GPT, compute: Compute, ranks: Ranks) -> Place
         plan.initial_weights.match_gates(
             model, config, batches.read(count()), compute.autocast(), ranks
         )
+        reshard(model)
     return Placed(model, runner, compiles)
 
 

@@ -11,6 +11,7 @@ from runs import meet_in
 
 import configure
 import train
+from hf import match_gates
 from runtime import checkpoint, distributed, parallel
 from runtime import state as train_state
 from runtime.parallel import local_part
@@ -62,6 +63,8 @@ SAVED = [
 SAVED += ["optim.router_lr_ratio=0.5", "optim.expert_out_lr_ratio=2.0"]
 MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change gradients
     "pair": ["model.router=kern-norelu", "train.max_steps=3", "eval.interval=3"],
+    # from weights of another router, whose gates are matched
+    "given": ["model.router=kern-norelu", "train.max_steps=2", "train.init_from=FOLDER/start/tiny"],
     "dense": ["model.router=dense", "data.document_mask=true", "train.ema_decay=0.75"],
     "kern": ["model.router=kern-norelu"],
     # into larger micro-batches than one rank's
@@ -127,12 +130,13 @@ MODELS["again"] = [
     "train.loss_spike=skip",
 ]
 MODELS["again"] += ["train.ema_decay=0.75"]
-ANY = ("dense", "kern", "modern", "biased", "quantile", "cut", "windows", "triton", "muon")
+ANY = ("given", "dense", "kern", "modern", "biased", "quantile", "cut", "windows", "triton", "muon")
 COMPARED = ("pair", *ANY, "saved")  # with a run on one rank
 CASES = {
     f"{model} {way}": Case(model, way)
     for model, ways in {
         "pair": ["ddp-2"],
+        "given": ["ddp-2", "fsdp-4"],
         "dense": ["ddp-2", "fsdp-2", "zero2-2"],
         "kern": ["fsdp-4", "experts-2x2"],
         "modern": ["ddp-2", "fsdp-2"],
@@ -201,6 +205,7 @@ class Watch:
             patch.setattr(train_state, "build_optimizer", self.build_optimizer)
             patch.setattr(train, "learning_rate", self.learning_rate)
             patch.setattr(distributed, "peak_flops", lambda device, dtype: PEAK)
+            patch.setattr(match_gates, "TOKENS", 512)  # for tests of accuracy: test_swap.py
             yield
 
     def build_optimizer(self, model, optim, copy_dtype=None):
@@ -247,6 +252,10 @@ class Watch:
 BUILD, RATE, SAVE = train_state.build_optimizer, train.learning_rate, checkpoint.Saver.save
 
 
+def overrides_of(model, folder):
+    return [text.replace("FOLDER", folder.as_posix()) for text in (*ALL, *MODELS[model])]
+
+
 def config_of(folder, name, seed):
     """A case has its own run.dir; the runs that resume from another's checkpoint share its
     run.name.
@@ -255,7 +264,9 @@ def config_of(folder, name, seed):
     ranks, way, _, n = WAYS[case.way]
     own = [seed, f"run.dir={(folder / name).as_posix()}", f"train.parallel={way}"]
     own.append(f"train.expert_parallel={n}")
-    return configure.load(folder / "tiny.toml", [*ALL, *MODELS[case.model], *own, *case.own], ranks)
+    return configure.load(
+        folder / "tiny.toml", [*overrides_of(case.model, folder), *own, *case.own], ranks
+    )
 
 
 def work(folder, name, seed, rank):
@@ -270,7 +281,8 @@ def work(folder, name, seed, rank):
                 shutil.copytree(folder / name, folder / copy)
 
     with watch.patches(copy_run):
-        train.train(config_of(folder, name, seed))
+        config = config_of(folder, name, seed)
+        train.train(config, read_weights=train.find_reader(config))
     return watch.seen
 
 

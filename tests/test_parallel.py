@@ -20,12 +20,13 @@ import ranks
 import torch
 from conftest import write_tiny
 from numerics import assert_near, tolerance
-from ranks import ALL, ANY, CASES, COMPARED, MODELS, PEAK, RATE, RESHARDED, RESUMED, WAYS
+from ranks import ANY, CASES, COMPARED, PEAK, RATE, RESHARDED, RESUMED, WAYS
 from runs import (
     ALONE,
     assert_same_columns,
     column,
     meet_in,
+    run,
     run_job,
     run_torchrun,
     run_with_margin,
@@ -50,7 +51,10 @@ class Outcome(NamedTuple):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, corpus):
-    return write_tiny(tmp_path_factory.mktemp("ranks"), corpus).parent
+    """Holds tiny.toml, and a run whose weights the cases of "given" start from."""
+    file = write_tiny(tmp_path_factory.mktemp("ranks"), corpus)
+    run(configure.load(file, ["model.router=softmax", f"run.dir={file.parent / 'start'}"]))
+    return file.parent
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,8 @@ def alone(folder):
         def make(*overrides):
             watch.forget()
             place = f"run.dir={(folder / f'{model} alone').as_posix()}"
-            return configure.load(folder / "tiny.toml", [*ALL, *MODELS[model], *overrides, place])
+            own = ranks.overrides_of(model, folder)
+            return configure.load(folder / "tiny.toml", [*own, *overrides, place])
 
         with watch.patches():
             seed, lines = run_with_margin(make)
