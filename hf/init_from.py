@@ -284,8 +284,7 @@ def _read_transformers(place: Path, data: Path) -> Source:
         )
     form = FORMATS[kind]
     described = _read_model(form, settings)
-    tensors, notes = read_tensors(place, settings)
-    tensors = LazyTensors(form.unify_names(tensors.makers))
+    tensors = LazyTensors(form.unify_names(read_tensors(place, settings).makers))
     # older files have it, too, where it is the embedding
     head = tensors.pop("lm_head.weight", None) if described.tie_embeddings else None
     own = _meta_state(described)
@@ -302,6 +301,7 @@ def _read_transformers(place: Path, data: Path) -> Source:
             "config.json: tie_word_embeddings is true, and lm_head.weight differs from the "
             "embedding; set it to false there, or use other weights"
         )
+    notes = []
     activation = settings.get("activation_function", "gelu_new")
     if kind == "gpt2" and activation != "gelu":
         notes.append(f"{activation} is computed as exact GELU, up to 5e-4 apart")

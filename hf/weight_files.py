@@ -5,7 +5,6 @@ them executes nothing.
 """
 
 import hashlib
-import re
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from pathlib import Path
@@ -25,10 +24,6 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DIGEST = "nanokern_sha256"  # key of a safetensors file's metadata: `hash_tensors` of its tensors
 ADAPTER = "adapter_config.json"  # of PEFT
-# weights, for transformers or for another program, and indexes of them
-ANY_WEIGHTS = re.compile(
-    r".+(\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack)|\.index(\..+)?\.json)"
-)
 
 
 class Index(BaseModel):
@@ -37,7 +32,7 @@ class Index(BaseModel):
     weight_map: Annotated[dict[str, str], Field(min_length=1)]
 
 
-def read_tensors(place: Path, settings: dict[str, Any]) -> tuple[LazyTensors, list[str]]:
+def read_tensors(place: Path, settings: dict[str, Any]) -> LazyTensors:
     """Check the files with the weights of a folder, one after another.
 
     Args:
@@ -45,21 +40,19 @@ def read_tensors(place: Path, settings: dict[str, Any]) -> tuple[LazyTensors, li
         settings: its config.json.
 
     Returns:
-        Tensors by name, which are read when they are needed, and a note on files that were not
-        read, if there are any.
+        Tensors by name, which are read when they are needed.
 
     Raises:
         RunError: a file is missing or damaged, two files have one tensor, or from_pretrained would
             read other weights.
     """
-    source, files = find_weights(place, settings)
     tensors = LazyTensors({})
     open_file = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))
 
     def read_tensor(path: Path, name: str) -> Tensor:
         return open_file(path).get_tensor(name)
 
-    for file in files:
+    for file in find_weights(place, settings):
         try:
             read = load_file(place / file)  # mapped to memory, not copied
         except (OSError, SafetensorError) as error:
@@ -79,10 +72,7 @@ def read_tensors(place: Path, settings: dict[str, Any]) -> tuple[LazyTensors, li
                 )
             tensors.makers[name] = partial(read_tensor, place / file, name)
         del read  # before the next file is mapped
-    strays = _list_strays(place, {source, *files})
-    if not strays:
-        return tensors, []
-    return tensors, [f"reads {source}, as from_pretrained does; not read: {', '.join(strays)}"]
+    return tensors
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -94,7 +84,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def find_weights(place: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+def find_weights(place: Path, settings: dict[str, Any]) -> list[str]:
     """Choose the files of a folder as transformers' from_pretrained does.
 
     That is model.safetensors, else the files that model.safetensors.index.json names: all their
@@ -105,7 +95,7 @@ def find_weights(place: Path, settings: dict[str, Any]) -> tuple[str, list[str]]
         settings: its config.json.
 
     Returns:
-        The file that was chosen, and the files with the tensors.
+        The files with the tensors.
 
     Raises:
         RunError: one is missing; or from_pretrained would read other weights.
@@ -122,26 +112,15 @@ def find_weights(place: Path, settings: dict[str, Any]) -> tuple[str, list[str]]
             f"of {ONE_FILE}; rename that file to {ONE_FILE}, and remove the key"
         )
     if (place / ONE_FILE).is_file():
-        return ONE_FILE, [ONE_FILE]
+        return [ONE_FILE]
     if not (place / INDEX).is_file():
-        strays = ", ".join(_list_strays(place, set())) or "none"
         raise RunError(
-            f"neither {ONE_FILE} nor {INDEX} (other files of weights: {strays}); download it, or "
-            f"convert older formats by transformers' save_pretrained. Files of other names are "
-            f"not read, nor are pickles, which could run code"
+            f"neither {ONE_FILE} nor {INDEX}; download it, or convert older formats by "
+            f"transformers' save_pretrained. Files of other names are not read, nor are pickles, "
+            f"which could run code"
         )
     files = sorted(set(read_json(place / INDEX, Index).weight_map.values()))
     for file in files:
         if Path(file).name != file or not (place / file).is_file():
             raise RunError(f"{INDEX} names {file}, and no such file is in the folder; download it")
-    return INDEX, files
-
-
-def _list_strays(place: Path, read: set[str]) -> list[str]:
-    """Files of weights and indexes below `place` that are not in `read`, by relative path."""
-    strays = []
-    for path in sorted(place.rglob("*")):
-        name = path.relative_to(place).as_posix()
-        if ANY_WEIGHTS.fullmatch(name) and name not in read and path.is_file():
-            strays.append(name)
-    return strays
+    return files

@@ -64,9 +64,9 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_files_are_those_of_transformers(tiny, tmp_path, saved, monkeypatch, kind):
-    """A run starts with from_pretrained's weights, from the same files, and names the others."""
-    from transformers import AutoModelForCausalLM, modeling_utils
+def test_files_are_those_of_transformers(tiny, tmp_path, saved, kind):
+    """A run starts with from_pretrained's weights."""
+    from transformers import AutoModelForCausalLM
 
     form, copies, change = FOLDERS[kind]
     folder = shutil.copytree(saved / form, tmp_path / "copy")
@@ -75,26 +75,12 @@ def test_files_are_those_of_transformers(tiny, tmp_path, saved, monkeypatch, kin
         shutil.copy(saved / "other/one" / ONE, folder / name)
     if change:
         change(folder)
-    opened = set()
-
-    def open_and_note(file, *args, **kwargs):
-        opened.add(os.path.relpath(file, folder))
-        return safe_open(file, *args, **kwargs)
-
-    safe_open = modeling_utils.safe_open
-    monkeypatch.setattr(modeling_utils, "safe_open", open_and_note)
     theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    model, words = start(tiny(*DENSE, f"train.init_from={folder}"))
+    model, _ = start(tiny(*DENSE, f"train.init_from={folder}"))
     own = FORMATS["gpt2"].from_own(model.state_dict(), model.config)
     assert theirs.keys() - own.keys() == {"lm_head.weight"}  # tied
     for name, tensor in own.items():
         assert torch.equal(tensor, theirs[name]), name
-    chosen = ONE if ONE in opened else INDEX
-    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    strays = left - opened - {chosen, "config.json", "generation_config.json"}
-    strays = sorted(name for name in strays if ".metadata" not in name)
-    note = f"reads {chosen}, as from_pretrained does; not read: {', '.join(strays)}"
-    assert words.endswith(f"; {note}" if strays else "a model of class GPT2LMHeadModel")
 
 
 def save_twice(folder):
@@ -125,7 +111,7 @@ HARMS = {
     "weight_map = {}": lambda folder: edit(folder / INDEX, weight_map={}),
     f"{INDEX}: damaged, not JSON": lambda folder: os.truncate(folder / INDEX, 99),
     "from_pretrained adds this adapter": lambda folder: (folder / "adapter_config.json").touch(),
-    f"{ONE} nor {INDEX} (other files of weights: pytorch_model.bin)": leave_pickles,
+    f"neither {ONE} nor {INDEX}; download it": leave_pickles,
     "transformers_weights is 'ema.safetensors', which from": lambda folder: edit(
         folder / "config.json", transformers_weights="ema.safetensors"
     ),

@@ -12,14 +12,11 @@ Qwen3-MoE or Mixtral computes as one of these, any other with the code it needs.
 """
 
 import json
-import logging
 import os
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -31,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.command import build_parser, command, require_packages, run_command
-from common.text import first_line, markdown_table
+from common.text import first_line
 from configure.schema import Model
 from data.tokenizer import Tokenizer, token_bytes
 from eval.trained import Trained, add_run_arguments, load_run
@@ -73,18 +70,6 @@ LIMIT = 1e-5
 LIMIT_OF_MOES = 1e-4
 FILE_BYTES = 5_000_000_000  # of weights in a file; so many are in memory at a time
 ROWS = 4  # of tokens, for --check
-DEVICES = {  # of modules in --check: blocks stay on the disk
-    "model.embed_tokens": "cpu",
-    "model.embed_positions": "cpu",
-    "model.layers": "disk",
-    "model.norm": "cpu",
-    "model.rotary_emb": "cpu",
-    "transformer.wte": "cpu",
-    "transformer.wpe": "cpu",
-    "transformer.h": "disk",
-    "transformer.ln_f": "cpu",
-    "lm_head": "cpu",
-}
 ODD_TEXTS = [
     "",
     "  two  spaces\r\n\t",
@@ -295,23 +280,9 @@ def format_card(trained: Trained, form: str, dtype: str) -> str:
         block_size=model.block_size,
         flags=flags,
         router=f"{model.router}: {find_spec(model.router)}",
-        training=markdown_table(["training", "value"], describe_training(trained)),
         evaluation=evaluation,
         date=date.today(),
     )
-
-
-def describe_training(trained: Trained) -> list[list[str]]:
-    """Rows on the data, the tokens seen and the last losses up to the step exported."""
-    rows = {"data set": trained.config.data.label}
-    for key in ("data", "tokenizer"):
-        rows[f"sha256 of the {key}"] = trained.metadata.get(key, "unknown")
-    for line in trained.metrics:
-        if line["step"] <= trained.step:
-            rows["tokens seen"] = f"{line['tokens']:,}"
-            for key in line.keys() & {"train/loss", "val/loss"}:
-                rows[f"{key}, nats per token"] = f"{line[key]:.4f} (step {line['step']:,})"
-    return [list(row) for row in rows.items()]
 
 
 def check_export(trained: Trained, tokenizer: Tokenizer, out: Path) -> int:
@@ -358,15 +329,17 @@ def compare_tokenizers(out: Path, own: Tokenizer) -> None:
 def compare_logits(trained: Trained, tokenizer: Tokenizer, out: Path, config: Any) -> None:
     """Compare logits of random rows in fp64. Raises RunError if they differ.
 
-    The run's weights are first rounded to the export's dtype.
+    The run's weights are first rounded to the export's dtype. One model is in memory at a time.
     """
     form = config["model_type"]
     model = trained.config.model
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(tokenizer.vocab_size, (ROWS, model.block_size), generator=generator)
-    with load_from_disk(out, form) as export:
-        logits = export(idx).logits
-    own = build_by_block(model, round_weights(trained.state, DTYPES[config["dtype"]], form))
+    logits = load_export(out, form)(idx).logits
+    own = GPT(model).eval().double()
+    rounded = round_weights(trained.state, DTYPES[config["dtype"]], form)
+    for name, tensor in own.state_dict().items():
+        tensor.copy_(rounded[name])
     difference = (logits - own.logits(own.hidden(idx)[0])).abs().max().item()
     limit = LIMIT_OF_MOES if form in OPEN_MOES else LIMIT
     line = f"logits of {ROWS} random rows: at most {difference:.2g} apart"
@@ -375,56 +348,26 @@ def compare_logits(trained: Trained, tokenizer: Tokenizer, out: Path, config: An
     print(line)
 
 
-@contextmanager
-def load_from_disk(out: Path, form: str) -> Iterator[Any]:
-    """Yield an export as from_pretrained loads it, in fp64. Raises RunError if a weight is missing.
+def load_export(out: Path, form: str) -> Any:
+    """The model of an export as from_pretrained loads it, in fp64.
 
-    A module of a block has weights only while it computes: accelerate reads them from the disk.
+    Raises RunError if a weight is missing.
     """
     import transformers
 
-    # accelerate names the modules that this model lacks, and says that it uses the disk
-    warnings.filterwarnings("ignore", "The following device_map keys", module="accelerate")
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
     # transformers' faster experts know no fp64
     experts = {"experts_implementation": "eager"} if form in OPEN_MOES else {}
-    with tempfile.TemporaryDirectory(prefix=f"{out.name}.check-", dir=out.parent) as folder:
-        model, problems = transformers.AutoModelForCausalLM.from_pretrained(
-            out,
-            output_loading_info=True,
-            trust_remote_code=form == "nanokern",
-            device_map=DEVICES,
-            offload_folder=folder,  # for weights that transformers stores otherwise
-            dtype=torch.float64,
-            **experts,
-        )
-        for problem, names in problems.items():
-            if names:
-                raise RunError(f"{problem}: {', '.join(str(name) for name in names)}")
-        yield model
-
-
-def build_by_block(model: Model, state: Mapping[str, Tensor]) -> GPT:
-    """A GPT in fp64 on the CPU whose blocks have weights only while they compute.
-
-    Args:
-        model: its settings.
-        state: weights and buffers by the GPT's names, such as `LazyTensors`.
-    """
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-    from accelerate.utils import PrefixedDataset, set_module_tensor_to_device
-
-    with torch.device("meta"):
-        gpt = GPT(model).eval().requires_grad_(False).double()
-    for name in state:
-        if not name.startswith("blocks."):
-            set_module_tensor_to_device(gpt, name, "cpu", value=state[name])
-    for layer, block in enumerate(gpt.blocks):
-        weights = PrefixedDataset(state, f"blocks.{layer}.")
-        hook = AlignDevicesHook("cpu", True, weights_map=weights, offload_buffers=True)
-        hook.place_submodules = True
-        add_hook_to_module(block, hook)
-    return gpt
+    model, problems = transformers.AutoModelForCausalLM.from_pretrained(
+        out,
+        output_loading_info=True,
+        trust_remote_code=form == "nanokern",
+        dtype=torch.float64,
+        **experts,
+    )
+    for problem, names in problems.items():
+        if names:
+            raise RunError(f"{problem}: {', '.join(str(name) for name in names)}")
+    return model
 
 
 @command
@@ -441,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--check", action="store_true", help="load OUT by transformers and compare it with the run")
     args = parser.parse_args(argv)
     if args.check:
-        require_packages("transformers", "accelerate", requirements="requirements/dev.txt")
+        require_packages("transformers", requirements="requirements/dev.txt")
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema, lazy=True)
     export_run(trained, tokenizer, args.out, args.format, args.dtype)
     print(f"{args.out}: {args.run} at step {trained.step}")
