@@ -645,7 +645,8 @@ def run(module_tiny):
     """A run of 4 steps with checkpoints 2 and 4, and what eval.downstream leaves for 4 and for the
     mean.
     """
-    train.train(config := module_tiny("train.checkpoint_interval=2"))
+    config = module_tiny("train.checkpoint_interval=2", "train.ema_decay=0.5")
+    train.train(config)
     for label, text in (("step_00000004", ROW), ("step_00000004_mean2", "results of the mean")):
         (folder.path_of(config) / "eval" / label).mkdir(parents=True)
         (folder.path_of(config) / "eval" / label / "table.md").write_text(text)
@@ -682,7 +683,9 @@ def test_export_and_check(run, tmp_path, call):
 
 
 def test_other_weights_behind_a_link(run, tmp_path, call):
-    """An early checkpoint, and the mean of two in half precision: their weights and cards."""
+    """An early checkpoint, the running mean, and the mean of two in half precision: their weights
+    and cards.
+    """
     (tmp_path / "out").symlink_to(tmp_path / "behind")
     said = call(export.main, run, tmp_path / "out", "--checkpoint", 2)
     assert said.startswith(f"{tmp_path / 'out'}: {run} at step 2\n")
@@ -693,6 +696,13 @@ def test_other_weights_behind_a_link(run, tmp_path, call):
         assert tensor.equal(wanted[name]), name
     card = (tmp_path / "out/README.md").read_text()
     assert "nanoKERN: weights of step 2, in float32." in card and "step 4" not in card
+    call(export.main, run, tmp_path / "ema", "--ema")
+    mean = load_model(run, ema=True).model
+    wanted = FORMATS["nanokern"].from_own(mean.state_dict(), mean.config)
+    for name, tensor in load_file(tmp_path / "ema/model.safetensors").items():
+        assert tensor.equal(wanted[name]), name
+    card = (tmp_path / "ema/README.md").read_text()
+    assert "EMA of decay 0.5 of step 4" in card and "None yet: `python -m eval.d" in card
     call(export.main, run, tmp_path / "mean", "--average", 2, "--dtype", "bfloat16", "--check")
     card = (tmp_path / "mean/README.md").read_text()
     assert "mean of 2 checkpoints of step 4, in bfloat16." in card and "results of the mean" in card

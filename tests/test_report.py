@@ -218,6 +218,20 @@ def test_few_seeds_have_an_interval_over_documents_that_decides_nothing(tmp_path
 
 
 # ---- over a key
+def test_evaluations_beyond_the_end_are_left_out(tmp_path):
+    """As where train.max_steps was lowered after the run."""
+    runs = make_curves(tmp_path, seeds=1)
+    for run in runs:
+        text = (run / "config.toml").read_text()
+        assert "max_steps = 1000\n" in text
+        (run / "config.toml").write_text(text.replace("max_steps = 1000\n", "max_steps = 500\n"))
+    assert load_groups(*runs[:2])[0].ends == [500]
+    (group,) = load_groups(*runs, key="model.gate_norm")
+    for run in runs:
+        x, router = int(run.parent.name), run.name.removesuffix("0")
+        assert group.losses.loc[x, (router, 0)] == loss_of(run, 500)
+
+
 def test_seeds_and_values_that_curves_lack(tmp_path):
     lacking = ["2/kern3", "8/tanh0", "8/tanh1", *(f"8/kern{seed}" for seed in range(4))]
     runs = [run for run in make_curves(tmp_path) if str(run.relative_to(tmp_path)) not in lacking]

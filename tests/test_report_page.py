@@ -66,6 +66,16 @@ def test_curves_over_steps_are_those_of_the_runs(tmp_path):
     assert [text.get_text() for text in legend.get_texts()] == ["tanh", "kern"]
 
 
+def test_curves_end_where_a_seed_has_no_value(tmp_path):
+    """Else their mean would jump there."""
+    runs = make_seeds(tmp_path, {"kern": 2}, 2)
+    lines = [json.loads(line) for line in (runs[1] / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["step"] <= 500 or "train/loss" not in line]
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    curve = plots.collect_curves(load_groups(*runs)[0], "train/loss")["kern"]
+    assert list(curve.index) == list(range(100, 501, 100))
+
+
 def test_curves_over_a_key_show_all_points(tmp_path):
     (group,) = load_groups(*make_curves(tmp_path), key="model.gate_norm")
     losses, minus = draw_losses(group).axes

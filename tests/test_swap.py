@@ -112,7 +112,8 @@ def test_gates_get_the_norm_of_the_old_ones_by_layer(module_tiny, source, router
 def test_gates_are_matched_on_equal_ranks_as_on_one(tiny, monkeypatch):
     """Sums over two ranks are twice those of one, which then reads half the batches.
 
-    KERN with weights of 0 has no gates; as old or new router it leaves c as it is.
+    Where the other rank has the new gates' squares for the old ones', and these for them, nothing
+    changes. KERN with weights of 0 has no gates; as old or new router it leaves c as it is.
     """
     monkeypatch.setattr(match_gates, "TOKENS", 4000)  # a batch has 1536
     config = tiny("model.router=kern", "model.n_layer=4")
@@ -122,18 +123,23 @@ def test_gates_are_matched_on_equal_ranks_as_on_one(tiny, monkeypatch):
     old["blocks.3.mlp.router"] = build_router(kern, 3)
     batch = x, _ = tuple(texts(config))
     told = []
-    for ranks in (ALONE, Ranks(0, 2, torch.device("cpu"))):
+    two = Ranks(0, 2, torch.device("cpu"))
+    for ranks, total in (
+        (ALONE, lambda squares: squares),
+        (two, lambda squares: 2 * squares),
+        (two, lambda squares: squares + squares.flip(0)),
+    ):
         torch.manual_seed(0)
         model = GPT(config.model)
         for router in (model.blocks[2].mlp.router, old["blocks.3.mlp.router"]):
             torch.nn.init.zeros_(router.weight)
-        monkeypatch.setattr(match_gates, "sum_over_ranks", lambda t, n=ranks.world_size: n * t)
+        monkeypatch.setattr(match_gates, "sum_over_ranks", total)
         autocast = torch.autocast("cpu", enabled=False)
         read = []
         batches = (read.append(1) or batch for batch in repeat(batch))
         told.append(match_gates.match_gates(model, old, batches, autocast, ranks))
         assert len(read) == math.ceil(4000 / (1536 * ranks.world_size)) and model.training
-    assert told[0] == told[1] and told[0].endswith(", 1, 1")
+    assert told[0] == told[1] != told[2] == "1, 1, 1, 1" and told[0].endswith(", 1, 1")
 
 
 @pytest.mark.usefixtures("few_tokens")

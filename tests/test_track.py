@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ from conftest import TINY
 from matplotlib.figure import Figure
 from scipy import stats
 
-from data.bins import read_meta
-from data.loader import identify
+import configure
+from data.bins import open_tokens, read_meta
+from data.loader import Loader, choose_validation, identify
 from report import plots
 from router import find_spec
 from runtime.launch import EXIT_CODE, Stop
@@ -329,6 +331,32 @@ def test_counting_by_hand(context):
             kept = history[-context:]
             expected = kneser_ney(train.tolist(), kept, vocab_size, len(kept) == context)
             assert dict(enumerate(last)) == pytest.approx(expected)
+
+
+def test_counting_of_a_contest(rules, tmp_path, corpus, monkeypatch):
+    """By hand, of the windows of setting 0; no window's first token is predicted."""
+    dense = 'dense = { router = "dense", balance = "none" }\n\n[track.questions]'
+    Path(rules).write_text(Path(rules).read_text().replace("[track.questions]", dense))
+    for name, value in (("FILE", rules), ("RECORDS", tmp_path), ("CONTEXT", 1)):
+        monkeypatch.setattr(counting, name, value)
+    assert counting.main([]) == 0
+    config = configure.load(rules, ["--run.name=a"])
+    block, batch = config.model.block_size, config.train.batch_size
+    loader = Loader(open_tokens(corpus / "tiny", "train"), block, batch, 300)
+    train = []
+    for step in range(3):
+        inputs, targets = loader.batch(step)
+        train += [[*x, y[-1]] for x, y in zip(inputs.tolist(), targets.tolist(), strict=True)]
+    tokens = open_tokens(corpus / "tiny", "val")
+    nats = []
+    tables = {}  # by the token before
+    for window in choose_validation([tokens], block, config.eval.windows).windows.tolist():
+        for before, token in pairwise(tokens.read(window * block, block + 1).tolist()):
+            if before not in tables:
+                tables[before] = kneser_ney(train, (before,), config.model.vocab_size)
+            nats.append(-math.log(tables[before][token]))
+    losses = json.loads((tmp_path / "counting.json").read_text())
+    assert losses == {"main": pytest.approx(np.mean(nats), abs=1e-4)}
 
 
 # ---- the record
