@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -95,7 +94,6 @@ class Saver(AbstractContextManager["Saver"]):
             self.writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.limit))
         self.pending: threading.Thread | None = None  # writes the current save
         self.failure: RunError | None = None  # failure of the last save
-        self.warnings: list[str] = []  # of the last save
         self.started = 0.0  # time.monotonic() of the current save
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -192,13 +190,11 @@ class Saver(AbstractContextManager["Saver"]):
         self._report()
 
     def _report(self) -> None:
-        """Report on a save that has ended: print its warnings, and raise or print its failure."""
+        """Report on a save that has ended: raise or print its failure."""
         if self.pending is None:
             return
         self.pending.join()
         self.pending = None
-        for warning in self.warnings:
-            print(f"warning: {warning}", flush=True)
         if self.failure and self.raises:
             raise self.failure
         if self.failure and self.first:
@@ -213,7 +209,6 @@ class Saver(AbstractContextManager["Saver"]):
         if self.ranks.device.type == "cuda":
             # A thread starts on GPU 0, and dcp.save asks for its current stream there.
             torch.cuda.set_device(self.ranks.device)
-        self.warnings = []
         path = folder_of(self.folder, step)
         temporary = path.with_suffix(".tmp")
         try:
@@ -266,18 +261,7 @@ class Saver(AbstractContextManager["Saver"]):
         sync_folder(self.folder.parent)
         for old in steps(self.folder)[: -self.keep]:
             if old not in self.keep_steps:
-                self._remove_old(folder_of(self.folder, old))
-
-    def _remove_old(self, path: Path) -> None:
-        """Remove a checkpoint; the save that has just been published counts even if that fails."""
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            self.warnings.append(
-                f"{path}: this old checkpoint could not be removed ({error.strerror}); the new one "
-                "is complete. The next save tries again; give yourself the right to remove it, or "
-                "move it away"
-            )
+                remove_checkpoint(folder_of(self.folder, old))
 
     def _on_each_writer(self, action: Callable[..., Any], *arguments: Any) -> list:
         """Call `action` on each rank that writes; returns the results of all.
@@ -310,14 +294,20 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
 def remove_partial_saves(folder: str | Path) -> None:
     """Remove the folders of interrupted saves. Only for a process that holds the run's lock."""
     for path in Path(folder).glob("step_*.tmp"):
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            print(
-                f"warning: {path}: this part of a checkpoint could not be removed "
-                f"({error.strerror}); the next start tries again",
-                flush=True,
-            )
+        remove_checkpoint(path)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint or a part of one; a warning if that fails, since newer ones count."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        print(
+            f"warning: {path}: this old checkpoint could not be removed ({error.strerror}). Newer "
+            "ones are complete. The next save or start tries again; give yourself the right to "
+            "remove it, or move it away",
+            flush=True,
+        )
 
 
 def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
@@ -408,11 +398,8 @@ def restore_weights(
     Raises:
         RunError: it is damaged, or does not fit the model.
     """
-    path = folder_of(folder, step)
-    metadata = _verify_for_use(path)
-    weights = get_model_state_dict(model)
-    _fill_weights(Reader(path), weights, ema)
-    model.load_state_dict(weights)
+    weights, metadata = open_weights(folder, step, model, ema)
+    model.load_state_dict(dict(weights))
     return metadata
 
 
@@ -428,33 +415,21 @@ def open_weights(
         RunError: it is damaged; later, if it does not fit the model.
     """
     path = folder_of(folder, step)
-    metadata = _verify_for_use(path)
-    shapes = model.state_dict()
-    reader = Reader(path)
-
-    def read(name: str) -> Tensor:
-        tensor = torch.empty_like(shapes[name], device="cpu")
-        _fill_weights(reader, {name: tensor}, ema)
-        return tensor
-
-    return LazyTensors({name: partial(read, name) for name in shapes}), metadata
-
-
-def _verify_for_use(path: Path) -> dict[str, Any]:
-    """The metadata of the checkpoint `path`. Raises RunError if it is damaged."""
     try:
-        return verify(path)["facts"]
+        metadata = verify(path)["facts"]
     except DamagedError as error:
         raise RunError(
             f"{error}; use another step, or remove {path} and start the run again"
         ) from None
+    shapes = model.state_dict()
+    reader = Reader(path)
 
+    def read(name: str) -> Tensor:
+        weights = {name: torch.empty_like(shapes[name], device="cpu")}
+        _fill_tensors(reader, {"run": {"ema": weights}} if ema else {"model": weights})
+        return weights[name]
 
-def _fill_weights(reader: "Reader", weights: dict[str, Any], ema: bool) -> None:
-    if ema:
-        _fill_tensors(reader, {"run": {"ema": weights}})
-    else:
-        _fill_tensors(reader, {"model": weights})
+    return LazyTensors({name: partial(read, name) for name in shapes}), metadata
 
 
 class LazyTensors(MutableMapping[str, Tensor]):

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-import configure
-from data import DataError
-from data.loader import check_sets
 from runtime import RankError, RunError, Stopped
+
+if TYPE_CHECKING:  # functions import what needs time: a signal is noted before
+    from configure import Config
 
 # ---- requests to stop: SIGTERM (scheduler), SIGUSR1 (Slurm), SIGINT (Ctrl-C), SIGHUP (terminal)
 EXIT_CODE = 75  # asked to stop, saved, to be started again: EX_TEMPFAIL of sysexits.h
@@ -100,6 +100,10 @@ def check_command(argv: Sequence[str]) -> None:
 
     Data are checked only if the job has one rank.
     """
+    import configure
+    from data import DataError
+    from data.loader import check_sets
+
     config = configure.from_command_line(argv)
     if os.environ.get("WORLD_SIZE", "1") != "1" or Path(config.run.dir, config.run.name).exists():
         return
@@ -110,21 +114,21 @@ def check_command(argv: Sequence[str]) -> None:
         sys.exit(2)
 
 
-def describe_next(run: Path, config: configure.Config) -> str:
+def describe_next(run: Path) -> str:
     """Commands to type after a run, also those that open or send its trackers' files."""
     lines = [NEXT.format(run=run)]
     if any(run.glob("wandb/offline-run-*")):
         lines.append(f"  wandb sync {run}/wandb/offline-run-*")
-    elif config.log.wandb != "disabled":
-        lines.append(f"  ls {run}/wandb    # wandb's files")
     return "\n".join(lines)
 
 
-def launch(argv: list[str], start: Callable[[configure.Config, list[str]], None]) -> int:
+def launch(argv: list[str], start: "Callable[[Config, list[str]], None]") -> int:
     """Call `start` with the config of a command line and notes to print.
 
     Every error that a user can fix is one message. Returns the exit code.
     """
+    import configure
+    from data import DataError
     from runtime import distributed  # imports torch
     from runtime.folder import find_or_rename, path_of, rename_fresh
 
@@ -137,7 +141,7 @@ def launch(argv: list[str], start: Callable[[configure.Config, list[str]], None]
             config = find_or_rename(config, notes.append)
         distributed.pick_device(config.train.device)  # also raises for a finished run
         start(config, notes)
-        distributed.print_once(describe_next(path_of(config), config))
+        distributed.print_once(describe_next(path_of(config)))
     except Stopped as stopped:
         distributed.print_once(str(stopped))
         return EXIT_CODE

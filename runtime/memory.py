@@ -7,11 +7,10 @@ they were compared with.
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import ceil, gcd, log2, prod
+from math import ceil, gcd, prod
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from attention import kv_heads
 from common.text import format_bytes
@@ -47,20 +46,12 @@ def build_one_block(config: Model) -> GPT:
 @lru_cache(maxsize=1)  # a run asks for those of its config three times
 def parameter_shapes(config: Model) -> Mapping[str, tuple[int, ...]]:
     """Shape of each parameter of GPT(config) by name, without allocating them."""
-    model = build_one_block(config)
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, module in model.named_children():
-        if name != "blocks":
-            shapes |= list_shapes(module, name)
-            continue
-        for layer in range(config.n_layer):
-            shapes |= list_shapes(model.blocks[0], f"blocks.{layer}")
+    for name, p in build_one_block(config).named_parameters():
+        layers = config.n_layer if name.startswith("blocks.0.") else 1
+        for layer in range(layers):
+            shapes[name.replace("blocks.0.", f"blocks.{layer}.")] = tuple(p.shape)
     return shapes
-
-
-def list_shapes(module: nn.Module, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter of a module by its name below `prefix`."""
-    return {f"{prefix}.{name}": tuple(p.shape) for name, p in module.named_parameters()}
 
 
 def count_parameters(config: Model) -> tuple[int, int]:
@@ -194,31 +185,29 @@ def copied_bytes(
     shapes: Shapes, n_layer: int, dtype: str, parallel: str, checkpointing: bool, hold: bool
 ) -> int:
     """Bytes of `Memory.copies`; arguments as in `estimate_memory`, `hold` as `holds_weights`."""
-    mlps = [0] * n_layer  # parameters of each block's MLP
-    others = [0] * n_layer  # of each block outside its MLP
+    mlp = 0  # parameters of a block's MLP
+    other = 0  # of a block outside its MLP
     outside = 0
     for name, shape in shapes.items():
         if not name.startswith("blocks."):
             outside += prod(shape)
-            continue
-        layer, part = name.split(".")[1:3]
-        if part == "mlp":
-            mlps[int(layer)] += prod(shape)
-        else:
-            others[int(layer)] += prod(shape)
-    kept = max if checkpointing else sum  # autograd keeps the casts of one block, or of all
+        elif name.startswith("blocks.0.mlp."):
+            mlp += prod(shape)
+        elif name.startswith("blocks.0."):
+            other += prod(shape)
+    kept = 1 if checkpointing else n_layer  # autograd keeps the casts of one block, or of all
     cast_bytes = CAST_BYTES[dtype]
-    casts = cast_bytes * (outside + kept(others))
+    casts = cast_bytes * (outside + kept * other)
     if parallel == "ddp":
-        return casts + cast_bytes * kept(mlps)
+        return casts + cast_bytes * kept * mlp
     # The buffer that a block is gathered in, its gradients, and gradients that are reduced in fp32.
     # Parameters outside of blocks stay gathered.
     gathered_bytes = cast_bytes or 4
-    arriving = (2 * gathered_bytes + 4) * max(mlps) + 3 * 4 * max(others) + 2 * 4 * outside
-    if hold:
-        return casts + arriving + gathered_bytes * sum(mlps) + 4 * sum(others)
-    two_blocks = 2 * gathered_bytes * max(mlps) + 2 * 4 * max(others)  # FSDP2 holds two
-    return casts + arriving + two_blocks
+    arriving = (2 * gathered_bytes + 4) * mlp + 3 * 4 * other + 2 * 4 * outside
+    blocks = n_layer * (gathered_bytes * mlp + 4 * other)
+    if not hold:
+        blocks = 2 * (gathered_bytes * mlp + 4 * other)  # FSDP2 holds two
+    return casts + arriving + blocks
 
 
 def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
@@ -371,15 +360,11 @@ def check_state_fits(config: Config, estimates: Mapping[str, Memory], capacity: 
     memory = estimates[config.train.parallel]
     if memory.state <= capacity:
         return
-    fitting = [name for name, other in estimates.items() if sum(other) <= USABLE * capacity]
-    if fitting:
-        needed = format_bytes(sum(estimates[fitting[0]]))
-        remedy = f"--train.parallel={fitting[0]}, which needs {needed}"
-    else:
-        # of all ranks, without the parts that several hold
-        total = memory.state / memory.weights * 4 * count_parameters(config.model)[0]
-        least_gpus = 2 ** ceil(log2(total / (USABLE * capacity)))
-        remedy = f"--train.parallel=fsdp on {least_gpus} GPUs or more"
+    remedy = "--train.parallel=fsdp on more GPUs (python -m scripts.plan says how many)"
+    for name, other in estimates.items():
+        if sum(other) <= USABLE * capacity:
+            remedy = f"--train.parallel={name}, which needs {format_bytes(sum(other))}"
+            break
     mean = ", the running mean of weights (train.ema_decay)" if memory.ema else ""
     raise RunError(
         f"train.parallel = {config.train.parallel}: weights, gradients and optimizer{mean} need "

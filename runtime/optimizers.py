@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import kernels
 from attention import Attention
@@ -21,7 +20,7 @@ from configure.schema import Model, Optim
 from gate_norm import own_gate_norm
 from kernels import choose_backend
 from model import GPT, MLP, Experts
-from runtime.parallel import find_mesh, local_part
+from runtime.parallel import find_mesh, local_part, own_rows
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Muon's authors
 MOMENTUM = 0.95  # of Muon, with Nesterov's form
@@ -38,14 +37,9 @@ class Optimizers:
         parameters: all parameters. The order sets how the norm of the gradients is rounded.
     """
 
-    def __init__(
-        self, parts: Sequence[torch.optim.Optimizer], parameters: Sequence[Tensor] | None = None
-    ) -> None:
-        """Join `parts`; `parameters` are in the order of their groups by default."""
-        self.parts = list(parts)
-        if parameters is None:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-        self.parameters = list(parameters)
+    def __init__(self, parts: list[torch.optim.Optimizer], parameters: list[Tensor]) -> None:
+        self.parts = parts
+        self.parameters = parameters
 
     @property
     def param_groups(self) -> list[Group]:
@@ -147,10 +141,9 @@ class CopyingAdamW(torch.optim.Optimizer):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, groups: list[Group], optim: Optim, half: HalfCopies) -> None:
-        betas = (optim.beta1, optim.beta2)
+    def __init__(self, groups: list[Group], settings: dict[str, Any], half: HalfCopies) -> None:
         # `fused`: loading a checkpoint then keeps step counts on the device
-        super().__init__(groups, {"lr": optim.lr, "betas": betas, "eps": optim.eps, "fused": True})
+        super().__init__(groups, settings | {"fused": True})
         self.half = half
 
     @torch.no_grad()
@@ -194,32 +187,28 @@ def build_optimizer(model: nn.Module, optim: Optim, half: HalfCopies | None = No
     if half is not None and half.by_kernel:
         copied = half.copies
 
-    # by the ranks that parameters are on: torch does not step or clear several meshes at once
-    by_torch: dict[Any, list[Group]] = {}
-    by_copying: list[Group] = []
-    by_muon: dict[Any, list[Group]] = {}
+    # By optimizer, and by the ranks that parameters are on: torch does not step or clear several
+    # meshes at once.
+    by_part: dict[tuple[str, Any], list[Group]] = {}
     for group in groups:
-        mesh = find_mesh(group["params"][0])
-        with_copies = [p for p in group["params"] if p in copied]
-        without = [p for p in group["params"] if p not in copied]
-        if "momentum" in group:
-            by_muon.setdefault(mesh, []).append(group)
-            continue
-        if with_copies:
-            by_copying.append({**group, "params": with_copies})
-        if without:
-            by_torch.setdefault(mesh, []).append({**group, "params": without})
+        by_kind: dict[str, list[Tensor]] = {}
+        for p in group["params"]:
+            kind = "muon" if "momentum" in group else "copying" if p in copied else "torch"
+            by_kind.setdefault(kind, []).append(p)
+        for kind, parameters in by_kind.items():
+            part = by_part.setdefault((kind, find_mesh(parameters[0])), [])
+            part.append({**group, "params": parameters})
 
-    betas = (optim.beta1, optim.beta2)
+    settings = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
     parts: list[torch.optim.Optimizer] = []
-    for part in by_torch.values():
-        parts.append(torch.optim.AdamW(part, lr=optim.lr, betas=betas, eps=optim.eps, fused=True))
-    if by_copying:
-        assert half is not None
-        parts.append(CopyingAdamW(by_copying, optim, half))
-    splits = find_splits(model) if by_muon else {}
-    for part in by_muon.values():
-        parts.append(Muon(part, optim.lr, splits))
+    for (kind, _), part in by_part.items():
+        if kind == "muon":
+            parts.append(Muon(part, optim.lr, find_splits(model)))
+        elif kind == "torch":
+            parts.append(torch.optim.AdamW(part, **settings, fused=True))
+        else:
+            assert half is not None
+            parts.append(CopyingAdamW(part, settings, half))
     optimizers = Optimizers(parts, ordered)
     allocate_moments(optimizers)
     return optimizers
@@ -320,8 +309,8 @@ class Muon(torch.optim.Optimizer):
     decided on the device, which torch.optim.Muon cannot do. The iteration runs in bfloat16 on CUDA,
     as its authors', and in the weights' type on a CPU.
 
-    Under FSDP2 each expert is whole on one rank, which computes its step. Other matrices are spread
-    over the ranks: with n shards, n matrices of one shape go to one rank each for the iteration.
+    Under FSDP2 each expert is whole on one rank, which computes its step. Of other matrices every
+    rank gathers the direction and computes the full step, as under DDP.
     """
 
     grad_scale: Tensor
@@ -338,88 +327,37 @@ class Muon(torch.optim.Optimizer):
         """Take a step with the gradients in place. There is no `closure`."""
         take = self.found_inf == 0
         for group in self.param_groups:
-            waiting: dict[torch.Size, list[Tensor]] = {}  # sharded matrices by shape
             for p in group["params"]:
-                step = self.state[p]["step"]
-                step += take.to(step.dtype)
-                n = count_shards(p)
-                if n == 1:
-                    self._step_parameters([p], group, take)
-                    continue
-                batch = waiting.setdefault(p.shape, [])
-                batch.append(p)
-                if len(batch) == n:
-                    self._step_parameters(waiting.pop(p.shape), group, take)
-            for batch in waiting.values():
-                self._step_parameters(batch, group, take)
+                self._step_parameter(p, group, take)
 
-    def _step_parameters(self, batch: list[Tensor], group: Group, take: Tensor) -> None:
-        """Change parameters and their running means of gradients, if `take`, () bool.
-
-        Several are sharded matrices of one shape, at most as many as shards.
-        """
+    def _step_parameter(self, p: Tensor, group: Group, take: Tensor) -> None:
+        """Change this rank's part of a parameter and of its running mean, if `take`, () bool."""
         lr, momentum = group["lr"], group["momentum"]
-        new_means = []
-        directions = []
-        for p in batch:
-            assert p.grad is not None
-            gradient = local_part(p.grad) / self.grad_scale
-            new_mean = local_part(self.state[p]["exp_avg"]).lerp(gradient, 1 - momentum)
-            new_means.append(new_mean)
-            directions.append(gradient.lerp(new_mean, momentum))
-        if count_shards(batch[0]) == 1:
-            updates = [self._compute_update(directions[0], batch[0], lr)]
-        else:
-            updates = self._compute_updates(directions, batch, lr)
-        for p, new_mean, update in zip(batch, new_means, updates, strict=True):
-            weight = local_part(p)
-            mean = local_part(self.state[p]["exp_avg"])
-            new_weight = weight * (1 - lr * group["weight_decay"]) - update
-            mean.copy_(torch.where(take, new_mean, mean))
-            weight.copy_(torch.where(take, new_weight, weight))
+        state = self.state[p]
+        state["step"] += take.to(state["step"].dtype)
+        weight = local_part(p)
+        mean = local_part(state["exp_avg"])
+        assert p.grad is not None
+        gradient = local_part(p.grad) / self.grad_scale
+        new_mean = mean.lerp(gradient, 1 - momentum)
+        direction = gradient.lerp(new_mean, momentum)
+        update = self._compute_update(direction, p, lr)
+        new_weight = weight * (1 - lr * group["weight_decay"]) - update
+        mean.copy_(torch.where(take, new_mean, mean))
+        weight.copy_(torch.where(take, new_weight, weight))
 
-    def _compute_updates(
-        self, shards: list[Tensor], batch: list[Tensor], lr: float
-    ) -> list[Tensor]:
-        """What this rank's shards lose in a step, from shards of means; rank i computes matrix i.
-
-        Args:
-            shards: this rank's rows of each mean, (A_r, B) each.
-            batch: the parameters, sharded matrices (A, B).
-            lr: the learning rate.
-        """
-        p = batch[0]
-        assert isinstance(p, DTensor)
-        placements = list(p.placements)
-        process_group = p.device_mesh.get_group(placements.index(Shard(0)))
-        rank = dist.get_rank(process_group)
-        n = dist.get_world_size(process_group)
-        size = -(-len(p) // n)  # rows of a shard; the last ones have fewer or none
-        rows = [min(size, max(0, len(p) - size * i)) for i in range(n)]
-        sent = [rows[rank] if i < len(batch) else 0 for i in range(n)]
-        received = rows if rank < len(batch) else [0] * n
-        leaving = torch.cat(shards)
-        full = leaving.new_empty(sum(received), p.shape[1])
-        dist.all_to_all_single(full, leaving, received, sent, process_group)
-        if rank < len(batch):
-            full = self._compute_update(full, batch[rank], lr).contiguous()
-        arriving = torch.empty_like(leaving)
-        dist.all_to_all_single(arriving, full, sent, received, process_group)
-        return list(arriving.view(len(batch), rows[rank], p.shape[1]).unbind())
-
-    def _compute_update(self, x: Tensor, p: Tensor, lr: float) -> Tensor:
-        """What p, or this rank's experts of it, loses in a step, from its mean x."""
-        if p not in self.splits:
-            return scale_direction(x, lr)
-        sizes, dim = self.splits[p]
-        return torch.cat([scale_direction(matrix, lr) for matrix in x.split(sizes, dim)], dim)
-
-
-def count_shards(p: Tensor) -> int:
-    """Ranks that share each matrix of p; 1 for experts, each of which is whole on one rank."""
-    if p.dim() > 2 or not isinstance(p, DTensor):
-        return 1
-    return p.device_mesh.size(list(p.placements).index(Shard(0)))
+    def _compute_update(self, direction: Tensor, p: Tensor, lr: float) -> Tensor:
+        """What this rank's part of p loses in a step, from its part of the direction."""
+        is_split = isinstance(p, DTensor) and p.dim() == 2  # else experts, each whole on one rank
+        if is_split:
+            shards = DTensor.from_local(
+                direction, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+            )
+            direction = shards.full_tensor()
+        sizes, dim = self.splits.get(p, Split(direction.shape[-1], -1))
+        matrices = [scale_direction(matrix, lr) for matrix in direction.split(sizes, dim)]
+        update = torch.cat(matrices, dim)
+        return own_rows(update, p) if is_split else update
 
 
 def orthogonalize(x: Tensor) -> Tensor:

@@ -262,11 +262,16 @@ def copy_shard(full: Tensor, p: Tensor) -> None:
 
     If `full` has fewer rows, the last rows of `p` stay as they are.
     """
-    own = local_part(p.detach())
-    if isinstance(p, DTensor):
-        _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-        full = full[offset[0] : offset[0] + len(own)]
-    own[: len(full)].copy_(full)
+    rows = own_rows(full, p)
+    local_part(p.detach())[: len(rows)].copy_(rows)
+
+
+def own_rows(full: Tensor, p: Tensor) -> Tensor:
+    """The rows of `full` that belong to this rank's shard of `p`, or all; a view."""
+    if not isinstance(p, DTensor):
+        return full
+    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return full[offset[0] : offset[0] + len(p.to_local())]
 
 
 def distribute(

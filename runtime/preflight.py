@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-import configure
 from configure import Config
 from configure.schema import replace
 from data.bins import open_tokens
@@ -144,18 +143,11 @@ def check_plan(plan: Plan) -> None:
     Raises RunError if its config or its newest checkpoint is another.
     """
     now = RunFolder(plan.run.path)
-    changed = []
-    if now.last_step != plan.last_step:
-        changed.append(f"newest checkpoint: step {plan.last_step} -> {now.last_step}")
-    if now.recorded is None or plan.run.recorded is None:
-        if now.recorded != plan.run.recorded:
-            changed.append("a config.toml was written or removed")
-    else:
-        changed += configure.differences(plan.run.recorded, now.recorded)
-    if changed:
+    if now.last_step != plan.last_step or now.recorded != plan.run.recorded:
         raise RunError(
-            f"{plan.run}: another process changed this run while this one was starting "
-            f"({'; '.join(changed)}). Start the same command again: it resumes the run as it is now"
+            f"{plan.run}: another process changed this run, then at step {plan.last_step} and now "
+            f"at step {now.last_step}, while this one was starting. Start the same command again: "
+            "it resumes the run as it is now"
         )
 
 

@@ -26,20 +26,18 @@ class WandbTracker:
 
     name = "wandb"
 
-    def __init__(self, run: Any, wandb: Any, folder: Path, first_layer: int = 0) -> None:
+    def __init__(self, run: Any, wandb: Any, folder: Path) -> None:
         """Wrap a run.
 
         Args:
             run: the result of wandb.init.
             wandb: the module.
             folder: the run's folder.
-            first_layer: the first layer with experts.
         """
         self.remedy = f"; `wandb sync {folder}/wandb/*run-*` sends what wandb has got of them"
         self.run = run
         self.id = run.id
         self.wandb = wandb
-        self.first_layer = first_layer
         self.best = math.inf
 
     def recall(self, lines: Sequence[Line]) -> None:
@@ -51,7 +49,7 @@ class WandbTracker:
         self.run.summary.update({"val/loss_best": self.best, "val/loss_final": losses[-1]})
 
     def log(self, line: Line) -> None:
-        self.run.log(flatten_line(line, self.first_layer), step=line["step"])
+        self.run.log(flatten_line(line), step=line["step"])
         self.recall([line])
 
     def finish(self, exit_code: int = 0) -> None:
@@ -117,10 +115,10 @@ def start_wandb(
         return None
 
 
-def flatten_line(line: Line, first_layer: int = 0) -> Line:
+def flatten_line(line: Line) -> Line:
     """The numbers of a line; lists by layer become `router/gamma/layer_00` and so on.
 
-    Layers are counted from `first_layer`. `router/loads` becomes the load imbalance and the dead
+    `router/loads` becomes the load imbalance and the dead
     experts of each layer. Other lists are left out.
     """
     numbers = {}
@@ -136,6 +134,6 @@ def flatten_line(line: Line, first_layer: int = 0) -> Line:
             if measure.of_loads:
                 by_layer[f"router/{name}"] = measure.of_loads(loads).tolist()
     for name, values in by_layer.items():
-        for layer, value in enumerate(values, first_layer):
+        for layer, value in enumerate(values):
             numbers[f"{name}/layer_{layer:02}"] = value
     return numbers

@@ -257,15 +257,12 @@ def test_estimated_steps_last_as_long_as_measured_ones(gpu, commit, names, toler
 @pytest.mark.parametrize(
     "capacity, changes, fitting, remedy",
     [
-        (3, {}, "", "fsdp on 2 GPU"),
-        (1.8, {}, "", "fsdp on 4 GPU"),  # 92% of two with 1.8 GiB are 3.3
-        (1.8, {"optimizer": 2**30}, "", "fsdp on 2 GPU"),  # Muon's moments, 3 GiB in all
+        (3, {}, "", "fsdp on more GPU"),
         (2.2, {}, "zero2", "zero2, which needs 2.0 GiB"),  # 92% are 2.02
-        (2.17, {"ema": 2**30}, "zero2", "fsdp on 4 GPU"),  # 92% are 1.996
+        (2.17, {"ema": 2**30}, "zero2", "fsdp on more GPU"),  # 92% are 1.996
     ],
 )
-def test_device_known_to_be_too_small_is_refused(monkeypatch, capacity, changes, fitting, remedy):
-    monkeypatch.setattr(memory, "count_parameters", lambda model: (2**28, 2**28))  # 1 GiB
+def test_device_known_to_be_too_small_is_refused(capacity, changes, fitting, remedy):
     needed = SMALL._replace(**changes)
     estimates = {"ddp": needed}
     if fitting:

@@ -549,7 +549,9 @@ def test_full_disk_at_the_claim_names_the_folder(main, tiny, capsys):
 
 
 # ---- another process, between plan and claim
-@pytest.mark.parametrize("steps, lr, change", [(3, "3e-3", "step 2 -> 3"), (2, "1e-3", "optim.lr")])
+@pytest.mark.parametrize(
+    "steps, lr, change", [(3, "3e-3", "step 2 and now at step 3"), (2, "1e-3", "this run")]
+)
 def test_a_run_that_changed_since_it_was_planned_is_left_alone(
     tiny, monkeypatch, steps, lr, change
 ):

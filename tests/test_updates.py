@@ -452,7 +452,7 @@ def test_spikes_are_those_by_hand(monkeypatch, compile):
     p = torch.nn.Parameter(torch.ones(7))
     p.grad = torch.ones(7)
     adamw, config = (
-        Optimizers([torch.optim.AdamW([p], fused=True)]),
+        Optimizers([torch.optim.AdamW([p], fused=True)], [p]),
         Config(train=Train(loss_spike="skip")),
     )
     updates, taken, spikes = Updates(adamw, config, False, compile), [], []
