@@ -163,13 +163,13 @@ def split_of(texts, val_fraction) -> dict[str, list[str]]:
 
 @pytest.fixture
 def books(tmp_path) -> tuple:
-    """The arguments that prepare 30 short texts in two files."""
+    """The arguments that prepare 30 short texts in two files, of which one line is bad."""
     files = {
-        "a.jsonl": jsonl(corpus_texts()[:20]),
+        "a.jsonl": jsonl(corpus_texts()[:20]) + b"not JSON\n",
         "b.jsonl": jsonl([f"{i} green bottles" for i in range(10)]),
     }
     named = "text", "--source", write_tree(tmp_path / "in", files), "--name", "text"
-    return *named, "--val-fraction", 0.3
+    return *named, "--val-fraction", 0.3, "--skip-bad"
 
 
 @pytest.fixture

@@ -114,29 +114,22 @@ def tokens_from(first, count):
 
 def test_each_set_is_read_as_if_alone():
     """Also over epochs: that of 9 windows has some 25 of them here, the others less than one."""
-    parts = [
-        tokens_from(0, 4 * 900 + 1),
-        tokens_from(10_000, 4 * 9 + 1),
-        tokens_from(20_000, 4 * 800 + 3),
-    ]
+    windows = [900, 9, 800]
+    parts = [tokens_from(10_000 * i, 4 * count + 1 + i) for i, count in enumerate(windows)]
+    for number, part in enumerate(parts):
+        part.name = f"{number}"
     mixture = Loader(parts, 4, 7, seed=3, weights=[5, 2, 3])
+    assert np.allclose(mixture.count_epochs(160), 112 * np.array([5, 2, 3]) / windows)
     seen = [[], [], []]
     for step in range(160):
         for slice_ in ((0, 2), (2, 1), (3,)):
-            for row in mixture.batch(step, *slice_)[0]:
-                seen[row[0] // 10_000].append(row)
+            rows = mixture.batch(step, *slice_)[0]
+            for row, (name, window) in zip(rows, mixture.locate(step, *slice_), strict=True):
+                assert row[0] == 10_000 * int(name) + 4 * window
+                seen[int(name)].append(row)
     for part, mine, weight in zip(parts, seen, [5, 2, 3], strict=True):
         alone = Loader(part, 4, len(mine), seed=3).batch(0)[0]
         assert abs(len(mine) - 1120 * weight / 10) < 1 and np.array_equal(mine, alone)
-
-
-def test_where_rows_are_from():
-    parts = [tokens_from(0, 81), tokens_from(10_000, 161)]
-    parts[0].name, parts[1].name = "first", "second"
-    mixture = Loader(parts, 4, 6, seed=0, weights=[1, 3])
-    for (name, window), row in zip(mixture.locate(3, 1, 4), mixture.batch(3, 1, 4)[0], strict=True):
-        assert row[0] == 4 * window + (10_000 if name == "second" else 0)
-    assert mixture.count_epochs(40).tolist() == [3, 4.5]  # 60 rows of 20 windows, 180 of 40
 
 
 def test_validation_windows_are_those_of_each_set(sets):
@@ -144,25 +137,21 @@ def test_validation_windows_are_those_of_each_set(sets):
     assert split_windows(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]
     assert split_windows(4, [0.98, 0.01, 0.01], [9] * 3) == [4, 1, 1]  # each has one
     parts = [open_tokens(sets / name, "val") for name in WEIGHTS]
-    chosen = choose_validation(parts, 32, 40, weights=list(WEIGHTS.values()))
-    assert np.bincount(chosen.sets).tolist() == [12, 20, 8]
-    first = 0
-    last = -1
-    for number, part in enumerate(parts):
-        mine = chosen.sets == number
-        alone = fixed_windows(part, 32, mine.sum())
-        assert np.array_equal(chosen.windows[mine], first + alone)
-        labels = chosen.documents[mine]
-        assert (
-            np.array_equal(labels - labels[0], window_documents(part, 32, alone))
-            and labels[0] > last
-        )
-        first += (len(part) - 1) // 32
-        last = labels[-1]
-    assert np.allclose(chosen.weights, 1)  # numbers of windows are as the weights here
-    short = choose_validation(parts, 32, 40, weights=[0.1, 0.1, 0.8])
-    sums = [short.weights[short.sets == number].sum() / len(short.sets) for number in range(3)]
-    assert np.allclose(sums, [0.1, 0.1, 0.8]) and np.bincount(short.sets).tolist() == [4, 4, 32]
+    for weights, counts in (([3, 5, 2], [12, 20, 8]), ([1, 1, 8], [4, 4, 32])):
+        chosen = choose_validation(parts, 32, 40, weights=weights)
+        assert np.bincount(chosen.sets).tolist() == counts
+        first = 0
+        last = -1
+        for number, part in enumerate(parts):
+            mine = chosen.sets == number
+            alone = fixed_windows(part, 32, mine.sum())
+            assert np.array_equal(chosen.windows[mine], first + alone)
+            labels = chosen.documents[mine]
+            assert np.array_equal(labels - labels[0], window_documents(part, 32, alone))
+            assert labels[0] > last
+            assert chosen.weights[mine].sum() == pytest.approx(4 * weights[number])
+            first += (len(part) - 1) // 32
+            last = labels[-1]
 
 
 def test_losses_are_those_of_each_set_and_their_mean(trained, call):
@@ -197,19 +186,17 @@ def test_the_tokenizer_is_that_of_any_set_that_is_left(trained, sets, tmp_path, 
 
 def test_routing_is_measured_on_the_mixture_or_on_one_set(trained, sets):
     model = load_model(path_of(trained))
-    whole = Namespace(data=None, windows=17)
-    tokens, name = read_validation(model, whole)
     parts = [open_tokens(sets / part, "val") for part in WEIGHTS]
-    wanted = []
-    for part, count in zip(parts, (5, 9, 3), strict=True):
-        wanted += [part.read(32 * w, 32) for w in fixed_windows(part, 32, count)]
-    assert name == trained.data.label and np.array_equal(tokens[:, :-1], wanted)
-    tokens, name = read_validation(model, Namespace(data="books", windows=4))
-    wanted = np.array([parts[1].read(32 * w, 33) for w in fixed_windows(parts[1], 32, 4)])
-    assert name == str(sets / "books")
-    by_path = read_validation(model, Namespace(data=str(sets / "books"), windows=4))
-    assert np.array_equal(by_path[0], tokens) and by_path[1] == name
-    assert np.array_equal(tokens, wanted)
+    for data, counts, label in (
+        (None, (5, 9, 3), trained.data.label),
+        ("books", (0, 4, 0), str(sets / "books")),
+        (str(sets / "books"), (0, 4, 0), str(sets / "books")),
+    ):
+        tokens, name = read_validation(model, Namespace(data=data, windows=sum(counts)))
+        wanted = []
+        for part, count in zip(parts, counts, strict=True):
+            wanted += [part.read(32 * w, 32) for w in fixed_windows(part, 32, count)]
+        assert name == label and np.array_equal(tokens[:, :-1], wanted)
 
 
 def test_sets_may_be_called_as_parts_of_metrics(sets, tmp_path):

@@ -1,6 +1,5 @@
 """data/: the commands `data.prepare` and `data.verify`, from corpora to sets."""
 
-import io
 import itertools
 import json
 import multiprocessing
@@ -12,7 +11,6 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -36,6 +34,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import Forked, wait_until
 
+from common.files import write_atomic
 from configure import load
 from data import encode, prepare, readers, verify, workers
 from data.bins import check_dataset, open_tokens, read_meta
@@ -93,23 +92,6 @@ def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fract
         assert documents_of(Path(folder, "parts")) == split_of(texts, val_fraction)
         meta = check_dataset(Path(folder, "parts"), any_tokenizer.vocab_size)
         assert meta.source["empty"] == sum(not text.strip() for text in texts)
-
-
-def test_the_set_is_the_same_for_any_number_of_workers(
-    run, books, tmp_path, monkeypatch, small_batches, many_workers
-):
-    pool, sets = mock.Mock(wraps=workers.ProcessPoolExecutor), []
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", pool)
-    for number in (1, 3):
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        monkeypatch.setattr(prepare, "count_cores", lambda number=number: number)
-        out = run(*books)
-        size = sum(path.stat().st_size for path in (tmp_path / "in").iterdir()) / 1024
-        workers_said = "1 worker" if number == 1 else f"{number} workers"
-        assert f"text: 2 files, {size:.1f} KiB, bytes, {workers_said}\n" in out
-        sets.append(snapshot(tmp_path / "out"))
-    assert [call.args[0] for call in pool.call_args_list] == [3]
-    assert sets[0] == sets[1] and len(sets[0]) > 4
 
 
 def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
@@ -222,40 +204,31 @@ REVISION = "5d1c"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A stand-in for the hub: files below hub.root/<repository>@<revision>/, the newest revision in
-    hub.newest.
-    """
+    """A stand-in for the hub: files below hub.root/datasets/<repository>@<revision>/."""
     import fsspec
     import huggingface_hub
+    from fsspec.implementations.dirfs import DirFileSystem
 
-    hub = SimpleNamespace(
-        root=tmp_path / "hub", newest=REVISION, asked=[], opened=[], reachable=True
-    )
+    hub = SimpleNamespace(root=tmp_path / "hub", asked=[], opened=[], reachable=True)
 
-    class FakeHub(fsspec.AbstractFileSystem):
+    class FakeHub(DirFileSystem):
         protocol = "hf"
         cachable = False
 
-        def ls(self, path, detail=True, **_):
-            entries = fsspec.filesystem("file").ls(
-                hub.root / self._strip_protocol(path), detail=True
-            )
-            entries = [
-                entry | {"name": os.path.relpath(entry["name"], hub.root)}
-                for entry in reversed(entries)
-            ]
-            return entries if detail else [entry["name"] for entry in entries]
+        def __init__(self, block_size=None, **_):
+            super().__init__(hub.root, fsspec.filesystem("file"))
+            self.block_size = block_size
 
-        def _open(self, path, mode="rb", **_):
-            hub.opened.append((path.rpartition("/")[2], self.storage_options.get("block_size")))
-            return io.BytesIO((hub.root / path).read_bytes())
+        def open(self, path, *args, **_):
+            hub.opened.append((path.rpartition("/")[2], self.block_size))
+            return super().open(path)
 
     def dataset_info(self, repo, revision=None, timeout=None):
         assert timeout <= 60
         hub.asked.append((repo, revision))
         if not hub.reachable:
             raise huggingface_hub.errors.OfflineModeIsEnabled("Cannot reach https://huggingface.co")
-        return SimpleNamespace(sha=revision or hub.newest)
+        return SimpleNamespace(sha=revision or REVISION)
 
     real = fsspec.get_filesystem_class("hf")
     fsspec.register_implementation("hf", FakeHub, clobber=True)
@@ -281,7 +254,6 @@ PROOF_PILE = (
     write_zst,
 )
 FINEWEB = "HuggingFaceFW/fineweb-edu"
-SAMPLE = (FINEWEB, ["sample/10BT/000.parquet", "sample/10BT/001.parquet"], parquet)
 DEFAULT = (FINEWEB, ["data/a/0.parquet", "data/b/0.parquet"], parquet)
 PG19 = ("emozilla/pg19", ["data/train-0.parquet", "data/train-1.parquet"], parquet)
 
@@ -289,7 +261,6 @@ PG19 = ("emozilla/pg19", ["data/train-0.parquet", "data/train-1.parquet"], parqu
 @pytest.mark.parametrize(
     ("corpus", "options", "repo", "names", "write"),
     [
-        ("fineweb-edu", {}, *SAMPLE),
         ("fineweb-edu", {"config": "default"}, *DEFAULT),
         ("arxiv", {}, *PROOF_PILE),
         ("pg19", {"revision": "v1"}, *PG19),
@@ -299,10 +270,7 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, corpus, options, repo, names, w
     texts = corpus_texts()
     revision = options.get("revision", REVISION)
     upload(hub, repo, names, texts, write, revision)
-    others = [f"validation-{Path(name).name}" for name in names]
-    if corpus == "pg19":
-        others.append("data/test-0.parquet")
-    upload(hub, repo, others, ["no"], write, revision)
+    upload(hub, repo, ["data/test-0.parquet", "sample/10BT/0.parquet"], ["no"], write, revision)
     args = [corpus, "--val-fraction", 0.2]
     for name, value in options.items():
         args += [f"--{name}", value]
@@ -397,17 +365,13 @@ def test_verify_describes_a_set_and_finds_every_damaged_file(run, books, tmp_pat
     run(*books, "--name", "books")
     prepared = tmp_path / "out/books"
     out = run("books", main=verify.main)
-    documents = documents_of(prepared)
-    for split, texts in documents.items():
+    for split, texts in documents_of(prepared).items():
         start = "<|endoftext|>".join(texts).encode()[:60].decode(errors="ignore")[:20]
         assert f"\n    {split} starts: {start!r}"[:-1] in out
-    tokens = {s: sum(len(text.encode()) + 1 for text in documents[s]) for s in documents}
-    command = shlex.join(["python", "-m", "data.prepare", *map(str, books), "--name", "books"])
-    assert out.startswith(
-        f"{tokens['train']:,} train and {tokens['val']:,} val tokens of "
-        f"{len(documents['train'])} and {len(documents['val'])} documents in {prepared}: intact. "
-        f"Tokenizer bytes, made by: {command} --out {tmp_path}/out --tokenizer bytes\n"
-    )
+    meta = read_meta(prepared)
+    assert meta.source["bad"] == 1
+    assert f"of 24 and 5 documents in {prepared}: intact. Tokenizer bytes, made by: " in out
+    assert meta.prepare.startswith(shlex.join(["python", "-m", "data.prepare", *map(str, books)]))
     assert run(prepared, "books", main=verify.main) == 2 * out  # a path is a name, too
     good = (prepared / "train-00001.bin").read_bytes()
     edit(prepared / "train-00001.bin", 1000, bytes([good[1000] ^ 1]))
@@ -600,20 +564,6 @@ def test_a_set_that_does_not_resume_is_started_over(
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_bad_documents_are_counted_once_by_a_resumed_set(
-    run, stop_at, books, tmp_path, small_batches
-):
-    with (tmp_path / "in/a.jsonl").open("ab") as file:
-        file.write(b"not JSON\n")
-    run(*books, "--skip-bad")
-    undisturbed = snapshot(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
-    stop_at(22, *books, "--skip-bad")  # in b.jsonl
-    assert "resuming after" in run(*books, "--skip-bad")
-    assert read_meta(tmp_path / "out/text").source["bad"] == 1
-    assert snapshot(tmp_path / "out") == undisturbed
-
-
 def test_two_commands_at_once(run, books, tmp_path, small_batches):
     (tmp_path / "out").mkdir()
     with Writer(tmp_path / "out/text", BYTES):
@@ -623,21 +573,21 @@ def test_two_commands_at_once(run, books, tmp_path, small_batches):
     run(*books)
 
 
-def state_and_parent(stat: Path) -> tuple[str, int]:
-    """State and parent of a process; ("Z", 0), a zombie without parent, if it is gone."""
-    with suppress(OSError):
-        state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        return state, int(parent)
-    return "Z", 0
+def is_running(pid: int) -> bool:
+    """False for a process that has ended, also if nobody has asked for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def prepare_and_pause(paused, argv):
-    """Begin to prepare a set, and make the file `paused` when 12 batches are cut."""
+    """Begin to prepare a set, and write its workers into the file `paused` after 12 batches."""
 
     def cut_and_pause(*args):
         for number, batch in enumerate(cut(*args)):
             if number == 12:
-                paused.touch()
+                write_atomic(paused, json.dumps([c.pid for c in multiprocessing.active_children()]))
                 time.sleep(3600)
             yield batch
 
@@ -655,14 +605,11 @@ def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_
     command = Forked(prepare_and_pause, tmp_path / "paused", arguments)
     files = tmp_path / "paused", tmp_path / "out/text.partial/progress.json"
     wait_until(lambda: all(file.exists() for file in files), command.process.is_alive)
-    children = [
-        stat
-        for stat in Path("/proc").glob("[0-9]*/stat")
-        if state_and_parent(stat)[1] == command.process.pid
-    ]
+    children = json.loads(files[0].read_text())
+    assert len(children) == 2 and all(map(is_running, children))
     command.process.kill()
-    assert command.wait(60)[0] == -signal.SIGKILL and len(children) >= 2
-    wait_until(lambda: all(state_and_parent(stat)[0] == "Z" for stat in children))
+    assert command.wait(60)[0] == -signal.SIGKILL
+    wait_until(lambda: not any(map(is_running, children)))
     assert not (tmp_path / "out/text").exists()
     assert "resuming after" in run(*books)
     assert snapshot(tmp_path / "out") == undisturbed

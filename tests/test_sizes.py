@@ -60,7 +60,8 @@ def write_texts(folder):
 
 def prepare_texts(files, place, call, workers):
     words = ["text", "--source", *files, "--name", "set", "--tokenizer", "bytes"]
-    call(prepare.main, *words, "--out", place, "--workers", workers)
+    out = call(prepare.main, *words, "--out", place, "--workers", workers)
+    assert f", {workers} worker" in out
     meta = json.loads((place / "set/meta.json").read_text())
     content = {}
     for split in ("train", "val"):
