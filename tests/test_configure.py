@@ -332,6 +332,9 @@ CLASHES = """
 --train.branch_from=x --optim.schedule=wsd --train.branch_step=50_000
     train.branch_step = 50000 is not step 40000, where the decay begins
     (optim.decay_fraction = 0.2 of train.max_steps = 50000); set --train.branch_step=40000
+--train.branch_from=x --optim.schedule=wsd --optim.decay_fraction=0.3 --train.branch_step=5000
+    train.branch_step = 5000 is not step 35000, where the decay begins
+    (optim.decay_fraction = 0.3 of train.max_steps = 50000); set --train.branch_step=35000
 --train.branch_from=x --optim.schedule=wsd --train.max_steps=600 --train.branch_step=400
     optim.warmup_steps = 500 is more than the 400 steps before the decay; set
     --optim.warmup_steps=40
@@ -370,6 +373,9 @@ JUST_VALID = {
     "--optim.schedule=wsd --optim.warmup_steps=40_000": "--optim.schedule=wsd "
     "--optim.warmup_steps=40_001",
     f"{BRANCH} --train.branch_step=49_999": f"{BRANCH} --train.branch_step=50_000",
+    # 0.29 * 100 is less than 29 in floating point
+    f"{BRANCH} --optim.warmup_steps=9 --train.max_steps=100 --train.branch_step=71": ""
+    f"{BRANCH} --optim.warmup_steps=9 --train.max_steps=100 --train.branch_step=100",
     "--eval.interval=50 --eval.task_interval=120": "--eval.interval=50 --eval.task_interval=120 "
     "--eval.tasks=sciq",
     "--data.mix={a=1}": "--data.mix={a=0}",

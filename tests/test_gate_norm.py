@@ -81,6 +81,9 @@ MODERN = {
     "gated": True,
     "n_shared_expert": 1,
     "n_layer": 3,
+    "router_init_ratio": 3.0,
+    "router_groups": 4,
+    "router_group_k": 1,
 }
 
 
@@ -88,7 +91,7 @@ MODERN = {
     ("name", "block"),
     [
         *((name, {}) for name in SPARSE),
-        *((name, MODERN | {"router_init_ratio": 3.0}) for name in ("softmax", "sigmoid", "kern")),
+        *((name, MODERN) for name in ("softmax", "sigmoid", "kern")),
     ],
 )
 def test_fresh_models_have_the_norm_on_their_first_batch(name, block):

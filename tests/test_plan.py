@@ -302,6 +302,16 @@ def test_configs_fit_eight_gpus_of_80_gigabytes(file):
     assert sum(planned) < memory.USABLE * 80 * 2**30
 
 
+def test_weights_stay_gathered_on_a_node_only_in_steps_of_one_micro_batch():
+    copies = {}
+    for batch in (4 * 32, 8 * 32):  # on four ranks, two a node
+        words = ["data.name=any", f"train.batch_size={batch}", "train.micro_batch_size=32"]
+        config = configure.load(REPO_ROOT / "config/1b3.toml", words, 4)
+        planned = memory.estimate_parallelisms(config, parameter_shapes(config.model), 4, 2)
+        copies[batch] = planned["hsdp"].copies / planned["zero2"].copies
+    assert copies[128] == 1 > 2 * copies[256]
+
+
 # ---- on a GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("micro_batch", [4, 16])

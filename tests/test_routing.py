@@ -314,6 +314,9 @@ def test_a_training_step_replays(made, trace):
         says = r"are \(192, 2\), \(tokens, top_k\) are \(160, 2\); take the trace of these"
         with pytest.raises(ValueError, match=says):
             model(x[:5], y[:5])
+    says = r"are \(192, 1\), \(tokens, top_k\) are \(192, 2\)"
+    with traces.replay_routing(model, other[..., :1]), pytest.raises(ValueError, match=says):
+        model(x, y)
     assert all(router.replay is None for router in model.modules() if isinstance(router, Router))
     assert [p.tolist() for p in gradients()] == [p.tolist() for p in before]
     with (

@@ -16,13 +16,15 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from configure.schema import Optim
+from configure.schema import Config, Optim, Train
 from model import GPT
 from router import Router
 from runtime import RunError, parallel
 from runtime.distributed import Ranks, any_rank, check_agreement, gather, share_errors
+from runtime.memory import estimate_memory
 from runtime.optimizers import build_optimizer
 from runtime.parallel import (
+    Exchange,
     copy_shard,
     distribute,
     draw_normal,
@@ -193,9 +195,28 @@ def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, na
     expert_shards = max(n_shard, n_shared) if n_shared > 1 else n_shard
     held = sum(report["held"] for report in reports) / n_rank
     assert held == pytest.approx((total - experts) / n_shard + experts / expert_shards, rel=0.01)
+    train = Train(expert_parallel=n_shared, dtype="float32")
+    shapes = {key: p.shape for key, p in model.named_parameters()}
+    planned = estimate_memory(Config(model=model.config, train=train), shapes, way, n_shard)
+    assert planned.weights == 4 * max(report["held"] for report in reports)
     if way == "hsdp":  # a node's ranks hold parts, and its equals on other nodes the same
         parts = [report["part"] for report in reports]
         assert torch.equal(parts[0], parts[2]) and not torch.equal(parts[0], parts[1])
+
+
+def test_gates_travel_unrounded_under_autocast():
+    generator = torch.Generator().manual_seed(0)
+    gates = torch.rand(2, 6, 2, dtype=torch.float32, generator=generator)
+    experts = torch.rand(2, 6, 4, generator=generator).argsort(-1)[..., :2]
+
+    def act(ranks: Ranks) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            exchange = Exchange(4, ranks.control)
+            journey = exchange(torch.zeros(6, 3), gates[ranks.rank], experts[ranks.rank])
+            return journey.arrive()[1]
+
+    arrived = torch.cat(run_ranks(2, act)).flatten()
+    assert torch.equal(arrived.sort().values, gates.flatten().sort().values)
 
 
 def test_shards_are_drawn_as_the_full_tensor(whole):

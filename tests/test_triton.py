@@ -148,13 +148,17 @@ def test_equals_reference_with_the_tiles_of_a_gpu(dtype, form):
 
 
 @on_cpu
-@pytest.mark.parametrize("N", [1, 57, 600])  # 600 tokens are three programs' work
-def test_rows_are_sorted_by_expert_and_by_token(N):
-    experts = make_inputs(N, 1, 1, 9, 3, "idle expert")[1]
-    order, inverse, offsets, table = triton_experts.sort_rows(experts, 9, 16)
+@pytest.mark.parametrize(
+    # 600 tokens are several programs' work; of 300 experts a program looks at 8 tokens at once
+    "N, n_expert",
+    [(1, 9), (57, 9), (600, 9), (20, 300)],
+)
+def test_rows_are_sorted_by_expert_and_by_token(N, n_expert):
+    experts = make_inputs(N, 1, 1, n_expert, 3, "idle expert")[1]
+    order, inverse, offsets, table = triton_experts.sort_rows(experts, n_expert, 16)
     assert torch.equal(order.long(), experts.flatten().argsort(stable=True))
     assert torch.equal(order[inverse.long()], torch.arange(N * 3, dtype=torch.int32))
-    assert torch.equal(offsets.diff().long(), experts.flatten().bincount(minlength=9))
+    assert torch.equal(offsets.diff().long(), experts.flatten().bincount(minlength=n_expert))
     rows = enumerate(offsets.unfold(0, 2, 1).tolist())
     tiles = [[e, row, end] for e, (first, end) in rows for row in range(first, end, 16)]
     *listed, number = table.split([3] * (len(table) // 3) + [1])

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import reference_trainer
 import torch
 from numerics import SEED, Operators, assert_near, seeded, tolerance
 from runs import checkpoints, column, end, metrics, run, steps
@@ -24,6 +25,7 @@ from runtime.optimizers import (
     HalfCopies,
     Optimizers,
     build_optimizer,
+    scale_direction,
 )
 from runtime.runs import Run
 from runtime.updates import BAD_LOSS, WINDOW, Updates
@@ -518,11 +520,10 @@ def test_spikes_are_reported_at_the_next_log_line_and_not_again_after_a_resume(
         ] * len(reports)
 
 
-# ---- Muon: steps against an SVD in float64 and against torch's own AdamW
-SHAPES = {
-    "wide": (5, 12),
-    "tall": (12, 5),
-    "square": (6, 6),
-    "experts": (9, 4, 7),
-    "tall experts": (3, 7, 4),
-}
+# ---- Muon's steps against an SVD in float64; in runs: test_combinations.py
+@pytest.mark.parametrize("shape", [(5, 12), (12, 5), (6, 6), (9, 4, 7), (9, 7, 4)])
+def test_direction_of_a_step_has_the_size_of_its_matrix(shape):
+    """However many experts there are."""
+    mean = torch.randn(shape, dtype=torch.float64, generator=seeded())
+    wanted = 3 * 0.2 * max(shape[-2:]) ** 0.5 * reference_trainer.orthogonalize(mean)
+    torch.testing.assert_close(scale_direction(mean, 3.0), wanted)
