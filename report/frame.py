@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, combinations, product
+from itertools import combinations
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ class Group:
     def router(self, variant: str) -> str:
         return self.first_run(variant).config.model.router
 
-    def series(self, name: str) -> pd.DataFrame:
+    def series(self, name: str, dtype: type = float) -> pd.DataFrame:
         """A measure: columns (variant, seed), rows steps, or values of the key at runs' ends."""
         columns: dict[tuple[str, int], dict] = {}
         for variant, of_variant in self.runs.items():
@@ -107,7 +107,7 @@ class Group:
                 if self.key and values:
                     values = {x: values[max(values)]}
                 columns.setdefault((variant, seed), {}).update(values)
-        return pd.DataFrame(columns, dtype=float).sort_index()
+        return pd.DataFrame(columns, dtype=dtype).sort_index()
 
     @cached_property
     def losses(self) -> pd.DataFrame:
@@ -121,10 +121,10 @@ class Group:
         rows = list(self.losses.index)
         return rows if self.key else rows[-1:]
 
-    def evaluation(self, variant: str, row: Any, seed: int) -> dict[str, Any]:
-        """The line of metrics.jsonl that has the loss in a row of `losses`."""
-        run = self.runs[variant][row if self.key else None, seed]
-        return run.evaluations[run.max_steps if self.key else row]
+    @cached_property
+    def window_losses(self) -> pd.DataFrame:
+        """The losses of an evaluation's windows, as arrays; see `series`."""
+        return self.series(WINDOWS, object).map(np.array, na_action="ignore")
 
     def compare(self, left: str, right: str, rows: Sequence[Any]) -> Comparison | None:
         """Mean over rows of `losses` of the left one's minus the right one's.
@@ -139,47 +139,49 @@ class Group:
         difference = paired(apart.mean())
         if difference.n >= MIN_SEEDS:
             return Comparison(left, right, difference, plural(difference.n, "seed"))
-        lines = []
-        for row, seed in product(apart.index, map(int, apart.columns)):
-            lines.append([self.evaluation(variant, row, seed) for variant in (left, right)])
         difference = Difference(difference.mean, n=difference.n)
-        if not all(WINDOWS in line for line in chain(*lines)):
+        windows = []
+        for variant in (left, right):
+            cells = self.window_losses[variant].reindex(apart.index)[apart.columns]
+            windows.append(cells.stack().dropna().tolist())
+        if not len(windows[0]) == len(windows[1]) == apart.size:
             return Comparison(left, right, difference, "-")
-        windows = np.mean([np.subtract(a[WINDOWS], b[WINDOWS]) for a, b in lines], axis=0)
-        documents = lines[0][0].get(DOCUMENTS, range(len(windows)))
-        _, low, high, *_ = clustered(windows, documents)
+        mean = np.subtract(*windows).mean(axis=0)  # (W,)
+        run = self.first_run(left)
+        documents = run.evaluations[run.last_evaluated].get(DOCUMENTS, range(len(mean)))
+        _, low, high, *_ = clustered(mean, documents)
         return Comparison(left, right, difference._replace(low=low, high=high), "documents")
-
-    def count_differing(self, left: str, right: str) -> int:
-        """The number of options that differ between two variants."""
-        options = [list_options(self.first_run(v), self.key) for v in (left, right)]
-        return sum(a != b for a, b in zip(*options, strict=True))
 
 
 def find_pairs(group: Group, baseline: str) -> list[tuple[str, str]]:
-    """Variants to compare: of each two routers, and of each one, those with the most equal options.
+    """Variants to compare: of one router with one other option, of two routers with similar ones.
 
     The baseline, a router or a variant's label, is the second of its pairs. If it is a variant, it
     is compared with all others. Variants without a common seed are not compared.
     """
     routers = {variant: group.router(variant) for variant in group.runs}
+    options = {v: list_options(group.first_run(v), group.key) for v in group.runs}
     last_router = routers.get(baseline, baseline)  # second, so that no pair of routers flips
-    nearest: dict[frozenset, int] = {}
     distances = {}
+    nearest: dict[tuple[str, str], int] = {}  # of a variant and another router
     # reversed, because routers that a user added come first in a pair
     for left, right in combinations(reversed(group.runs), 2):
         if group.runs[left].keys().isdisjoint(group.runs[right]):
             continue
         if baseline == left or routers[left] == last_router != routers[right]:
             left, right = right, left
-        kind = frozenset((routers[left], routers[right]))
-        distance = group.count_differing(left, right)
-        distances[left, right] = kind, distance
-        nearest[kind] = min(distance, nearest.get(kind, distance))
+        n_differing = sum(a != b for a, b in zip(options[left], options[right], strict=True))
+        distances[left, right] = n_differing
+        for key in ((left, routers[right]), (right, routers[left])):
+            nearest[key] = min(n_differing, nearest.get(key, n_differing))
     pairs = []
-    for pair, (kind, distance) in distances.items():
-        if distance == nearest[kind] or pair[1] == baseline:
-            pairs.append(pair)
+    # the most alike last, whose differences a picture shows
+    for (left, right), distance in sorted(distances.items(), key=lambda item: -item[1]):
+        natural = [1]
+        if routers[left] != routers[right]:
+            natural = [nearest[left, routers[right]], nearest[right, routers[left]]]
+        if distance in natural or baseline == right:
+            pairs.append((left, right))
     return pairs
 
 

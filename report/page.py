@@ -1,7 +1,6 @@
 """The page of a report: page.html, filled in. It is one file that needs no other."""
 
 import shlex
-import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -95,18 +94,9 @@ def format_page(
         overview=build_overview(report.runs),
         sections=sections,
         args=args,
-        origin=describe_origin(command),
+        origin=f"{format_time(time.time())}: python -m {shlex.join(command)}",
         min_seeds=MIN_SEEDS,
         spread=tables.SPREAD,
     )
     # a name of a folder may have bytes that are not UTF-8
     return page.encode(errors="backslashreplace")
-
-
-def describe_origin(command: Sequence[str]) -> str:
-    """The date, the commit of the code, and the command that makes the page."""
-    git = ["git", "describe", "--always", "--dirty"]
-    described = subprocess.run(git, cwd=TEMPLATE.parent, capture_output=True, text=True)
-    commit = described.stdout.strip() or "unknown"
-    date = format_time(time.time())
-    return f"{date}, commit {commit}: python -m {shlex.join(command)}"
