@@ -64,7 +64,6 @@ COLUMNS_OF_AGREEMENT = {
     "layer": "{layer}",
     "same number": "{same_number:.0%} ({same_number_by_chance:.0%})",
     "matched": "{matched:.0%} ({matched_by_chance:.0%})",
-    "beyond chance": "{beyond_chance:.2f}",
 }
 ABOUT_LAYERS = """\
 busiest: highest over mean load    idle: experts without a token
@@ -75,8 +74,7 @@ partner: share of an expert's tokens that its most frequent partner has
 (in brackets: the same of choices shuffled across windows)"""
 ABOUT_AGREEMENT = """\
 same number: share of a token's experts with equal numbers in both runs
-matched: the same after the best renumbering of experts (in brackets: by chance)
-beyond chance: (matched - chance) / (1 - chance)"""
+matched: the same after the best renumbering of experts (in brackets: by chance)"""
 
 
 def record_routing(model: GPT, idx: Tensor) -> list[Routing]:
@@ -204,8 +202,8 @@ def compare_choices(mine: np.ndarray, theirs: np.ndarray, n_expert: int) -> dict
 
     Returns:
         `same_number`, the share of a token's experts with equal numbers in both; `matched`, the
-        same after the best one-to-one renumbering of the other model's experts; both with
-        `_by_chance`; and how far `matched` is beyond chance, of what it could be.
+        same after the best one-to-one renumbering of the other model's experts; and both with
+        `_by_chance`.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -216,8 +214,6 @@ def compare_choices(mine: np.ndarray, theirs: np.ndarray, n_expert: int) -> dict
         matched = counts[linear_sum_assignment(counts, maximize=True)]
         shares[f"same_number{suffix}"] = float(counts.trace() / mine.size)
         shares[f"matched{suffix}"] = float(matched.sum() / mine.size)
-    room = 1 - shares["matched_by_chance"]
-    shares["beyond_chance"] = 1 - (1 - shares["matched"]) / room if room else 0.0
     return shares
 
 

@@ -6,7 +6,6 @@ it and white space at the prompt's end; the mean over documents. It changes smoo
 jumps.
 """
 
-import difflib
 import glob
 import json
 import logging
@@ -47,7 +46,6 @@ TASKS = {
 }
 # where lm-evaluation-harness has the TASKS
 FOLDERS = ("arc", "hellaswag", "piqa", "sciq", "winogrande")
-HUB_PATIENCE = 10.0  # seconds that the hub has to answer; not measured
 FEWSHOT_SEED = 1234  # the harness' own
 
 TaskMetrics = dict[str, Any]  # {metric: value, "documents": count} of one task
@@ -82,8 +80,7 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
     manager = build_task_manager(names)
     for name in names:
         if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, 5)
-            raise RunError(f"task {name}: no such task; nearest: {', '.join(near) or 'none'}")
+            raise RunError(f"task {name}: no such task; `lm_eval ls tasks` lists all")
         if not folder:
             continue
         if manager.task_index[name].kind.name != "TASK":
@@ -133,21 +130,6 @@ def write_task_spec(
     return str(path)
 
 
-def use_cache_if_offline() -> None:
-    """Let the libraries of the Hugging Face hub read only their cache if the hub does not answer.
-
-    They would ask six times, for 23 seconds, before they look there.
-    """
-    import datasets
-    from huggingface_hub import constants, utils
-
-    try:
-        utils.get_session().head(constants.ENDPOINT, timeout=HUB_PATIENCE)
-    except Exception:  # its HTTP client differs by version, and so do the errors
-        datasets.config.HF_HUB_OFFLINE = True
-        constants.HF_HUB_OFFLINE = True
-
-
 def load_tasks(
     manager: "TaskManager", names: Iterable[str], folder: Path | None, scratch: str | Path
 ) -> dict[str, Any]:
@@ -168,8 +150,6 @@ def load_tasks(
     import datasets
 
     datasets.disable_progress_bars()
-    if names and not folder:
-        use_cache_if_offline()
     loaded = {}
     for name in names:
         seed_as_harness()

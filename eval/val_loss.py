@@ -233,32 +233,24 @@ def open_text(path: Path, tokenizer: Tokenizer, block: int, stride: int) -> Corp
 
 
 @lru_cache
-def describe_bytes(tokenizer: Tokenizer) -> tuple[np.ndarray | None, bool]:
-    """UTF-8 bytes by id, None if they depend on the tokens around; and whether a space is added.
-
-    Some tokenizers put it before each document.
-    """
-    adds_space = tokenizer.decode(tokenizer.encode("a")).startswith(" ")
+def list_byte_counts(tokenizer: Tokenizer) -> np.ndarray | None:
+    """UTF-8 bytes by id, of end-of-text 0; None if they depend on the tokens around."""
     if isinstance(tokenizer, FileTokenizer) and not tokenizer.byte_level:
-        return None, adds_space
-    # the last, end-of-text, has none
-    return np.array([*map(len, token_bytes(tokenizer)), 0]), adds_space
+        return None
+    return np.array([*map(len, token_bytes(tokenizer)), 0])
 
 
 def count_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
     """UTF-8 bytes of the text that ids of a set, (n,), stand for."""
-    lengths, adds_space = describe_bytes(tokenizer)
+    counts = list_byte_counts(tokenizer)
+    if counts is not None:
+        return int(counts[ids].sum())
     textless = (tokenizer.eot, getattr(tokenizer, "unk", None))
     size = 0
     for document in np.split(ids, np.flatnonzero(ids == tokenizer.eot)):
-        if lengths is not None:
-            size += int(lengths[document].sum())
-        else:
-            text = tokenizer.decode(i for i in document.tolist() if i not in textless)
-            broken = text.count("\ufffd")  # each is a byte of a character that is cut
-            size += len(text.encode()) - 2 * broken
-        if adds_space and len(document) > 1 and document[0] == tokenizer.eot:
-            size -= 1
+        text = tokenizer.decode(i for i in document.tolist() if i not in textless)
+        broken = text.count("\ufffd")  # each is a byte of a character that is cut
+        size += len(text.encode()) - 2 * broken
     return size
 
 
@@ -329,11 +321,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     default = "(default: the\nrun's eval.windows; with --stride all)"
     add("--windows", type=parse_windows, metavar="N", help=f"{windows} {default}")
     add_device_argument(parser)
-    args = parser.parse_args(argv)
-    for run in args.runs:
-        if run.is_file():
-            raise ValueError(f"{run}: a file, not a run's folder; name texts by --data {run}")
-    return args
+    return parser.parse_args(argv)
 
 
 @command

