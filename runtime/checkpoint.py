@@ -298,13 +298,13 @@ def remove_partial_saves(folder: str | Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint or a part of one; a warning if that fails, since newer ones count."""
+    """Remove an old checkpoint or a part of one; a warning if that fails: the run goes on."""
     try:
         shutil.rmtree(path)
     except OSError as error:
         print(
-            f"warning: {path}: this old checkpoint could not be removed ({error.strerror}). Newer "
-            "ones are complete. The next save or start tries again; give yourself the right to "
+            f"warning: {path}: this old or partial checkpoint could not be removed "
+            f"({error.strerror}). The next save or start tries again; give yourself the right to "
             "remove it, or move it away",
             flush=True,
         )

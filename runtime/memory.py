@@ -360,7 +360,7 @@ def check_state_fits(config: Config, estimates: Mapping[str, Memory], capacity: 
     memory = estimates[config.train.parallel]
     if memory.state <= capacity:
         return
-    remedy = "--train.parallel=fsdp on more GPUs (python -m scripts.plan says how many)"
+    remedy = "--train.parallel=fsdp on more GPUs (python -m scripts.plan FILE --gpus=N)"
     for name, other in estimates.items():
         if sum(other) <= USABLE * capacity:
             remedy = f"--train.parallel={name}, which needs {format_bytes(sum(other))}"
