@@ -79,7 +79,8 @@ def paired(first: ArrayLike, second: ArrayLike = 0.0) -> Difference:
     if n < 2:
         return Difference(float(differences.mean()), n=n)
     error = float(differences.std(ddof=1)) / math.sqrt(n)
-    return student(float(differences.mean()), error, n - 1.0, n)
+    mean = float(differences.mean())
+    return student(mean, error, n - 1.0, n)
 
 
 def clustered(

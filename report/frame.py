@@ -85,7 +85,10 @@ class Group:
     @property
     def compared(self) -> list[Run]:
         """The runs that are compared."""
-        return [run for of_variant in self.runs.values() for run in of_variant.values()]
+        runs = []
+        for of_variant in self.runs.values():
+            runs += of_variant.values()
+        return runs
 
     @property
     def shown(self) -> list[Run]:
@@ -103,10 +106,11 @@ class Group:
         columns: dict[tuple[str, int], dict] = {}
         for variant, of_variant in self.runs.items():
             for (x, seed), run in of_variant.items():
-                values = {s: value for s, value in run.series(name).items() if s <= run.max_steps}
-                if self.key and values:
-                    values = {x: values[max(values)]}
-                columns.setdefault((variant, seed), {}).update(values)
+                column = columns.setdefault((variant, seed), {})
+                for step, value in sorted(run.series(name).items()):
+                    if step <= run.max_steps:
+                        row = x if self.key else step
+                        column[row] = value  # of a value of the key the last one stays
         return pd.DataFrame(columns, dtype=dtype).sort_index()
 
     @cached_property
@@ -159,8 +163,11 @@ def find_pairs(group: Group, baseline: str) -> list[tuple[str, str]]:
     The baseline, a router or a variant's label, is the second of its pairs. If it is a variant, it
     is compared with all others. Variants without a common seed are not compared.
     """
-    routers = {variant: group.router(variant) for variant in group.runs}
-    options = {v: list_options(group.first_run(v), group.key) for v in group.runs}
+    routers = {}
+    options = {}
+    for variant in group.runs:
+        routers[variant] = group.router(variant)
+        options[variant] = list_options(group.first_run(variant), group.key)
     last_router = routers.get(baseline, baseline)  # second, so that no pair of routers flips
     distances = {}
     nearest: dict[tuple[str, str], int] = {}  # of a variant and another router
@@ -177,9 +184,10 @@ def find_pairs(group: Group, baseline: str) -> list[tuple[str, str]]:
     pairs = []
     # the most alike last, whose differences a picture shows
     for (left, right), distance in sorted(distances.items(), key=lambda item: -item[1]):
-        natural = [1]
-        if routers[left] != routers[right]:
-            natural = [nearest[left, routers[right]], nearest[right, routers[left]]]
+        if routers[left] == routers[right]:
+            natural = {1}
+        else:
+            natural = {nearest[left, routers[right]], nearest[right, routers[left]]}
         if distance in natural or baseline == right:
             pairs.append((left, right))
     return pairs
@@ -196,8 +204,9 @@ def compare_group(group: Group, baseline: str = "kern", margin: float = 0.0) -> 
     verdicts = judge([comparison.difference for comparison in found], margin)
     judged = []
     for pair, (text, p) in zip(found, verdicts, strict=True):
-        few = f" ({plural(pair.difference.n, 'seed')})" if math.isnan(p) else ""
-        judged.append(pair._replace(verdict=text + few, p=p))
+        if math.isnan(p):
+            text += f" ({plural(pair.difference.n, 'seed')})"
+        judged.append(pair._replace(verdict=text, p=p))
     return judged
 
 
@@ -323,7 +332,9 @@ def order_run(run: Run, key: str | None) -> tuple:
     """A sort key: routers in the order of router.py, formulas after them, then options."""
     routers = read_router_names()
     router = run.config.model.router
-    place = routers.index(router) if router in routers else len(routers)
+    place = len(routers)
+    if router in routers:
+        place = routers.index(router)
     return place, router, *list_options(run, key), -run.last_evaluated, run.seed
 
 
@@ -359,6 +370,10 @@ def describe_gaps(group: Group) -> str:
             gaps.append(f"{variant} has {len(runs)} of {wanted} runs")
     if not gaps:
         return ""
-    at = "the end of each run" if group.key else f"step {group.ends[0]:,}"
+    at = "the end of each run"
+    if not group.key:
+        at = f"step {group.ends[0]:,}"
     note = f"incomplete: {'; '.join(gaps)}. Losses are compared at {at}, by the seeds of both"
-    return ": ".join(filter(None, [group.label, note]))
+    if group.label:
+        note = f"{group.label}: {note}"
+    return note

@@ -61,10 +61,14 @@ def describe_run(run: Run) -> dict[str, str]:
     losses = run.series("val/loss")
     best_step = min(losses, key=lambda step: losses[step], default=0)
     is_past = best_step < run.last_evaluated
-    row["best"] = f"{losses[best_step]:.4f} at {best_step:,}" if is_past else ""
+    row["best"] = ""
+    if is_past:
+        row["best"] = f"{losses[best_step]:.4f} at {best_step:,}"
     speeds = list(run.series("perf/tokens_per_sec").values())[-5:]
     speed = median(speeds) if speeds else 0.0
-    row["tokens/s"] = f"{speed:,.0f}" if speeds else ""
+    row["tokens/s"] = ""
+    if speeds:
+        row["tokens/s"] = f"{speed:,.0f}"
     row["left"] = ""
     if state == "running" and speed >= 1:
         tokens_per_step = run.config.train.batch_size * run.config.model.block_size

@@ -101,7 +101,8 @@ def draw_loads(group: Group) -> Figure | None:
         last = run.evaluations[run.last_evaluated]
         for number, layer in enumerate(last.get("val/loads", []), 1):
             loads = np.divide(layer, np.mean(layer))
-            rows[f"{variant}, layer {number}"] = sorted(loads, reverse=True)
+            label = f"{variant}, layer {number}"
+            rows[label] = sorted(loads, reverse=True)
     if not rows:
         return None
     table = pd.DataFrame(rows.values()).to_numpy()  # NaN where a row has fewer experts
@@ -127,7 +128,10 @@ def draw_differences(
     figure, (axes,) = make_figure(1, height=1.2 + 0.24 * len(table))
     axes.plot(table["mean"], rows, "o", color="black", markersize=4)
     axes.hlines(rows, table["low"], table["high"], color="black")
-    axes.set_yticks(rows, [f"{name} {mean:+.4f}" for name, mean in table["mean"].items()])
+    labels = []
+    for name, mean in table["mean"].items():
+        labels.append(f"{name} {mean:+.4f}")
+    axes.set_yticks(rows, labels)
     axes.invert_yaxis()
     axes.axvline(0, color="black", linewidth=0.8)
     for (name, value), style in zip(lines.items(), CYCLE, strict=False):
@@ -149,8 +153,14 @@ def collect_curves(group: Group, name: str) -> Curves:
 
 def summarize_range(values: pd.DataFrame) -> pd.DataFrame:
     """The mean and range over the columns of `values`; neighbours of many points are averaged."""
-    ends = {"mean": values.mean(axis=1), "low": values.min(axis=1), "high": values.max(axis=1)}
-    points = pd.DataFrame(ends).dropna().rename_axis("place").reset_index()
+    points = pd.DataFrame(
+        {
+            "mean": values.mean(axis=1),
+            "low": values.min(axis=1),
+            "high": values.max(axis=1),
+        }
+    )
+    points = points.dropna().rename_axis("place").reset_index()
     stride = math.ceil(len(points) / MAX_POINTS) or 1
     return points.groupby(points.index // stride).mean().set_index("place")
 
@@ -233,7 +243,8 @@ def plot_curves(
     if group.key:
         smallest = min((abs(row) for row in group.ends if row), default=1)
         axes.set_xscale("symlog", base=2, linthresh=smallest)
-        axes.set_xticks(group.ends, [format_tick(group.key, x) for x in group.ends], rotation=45)
+        ticks = [format_tick(group.key, x) for x in group.ends]
+        axes.set_xticks(group.ends, ticks, rotation=45)
         axes.minorticks_off()
     else:
         points = points[points.index >= points.index.max() / 4]

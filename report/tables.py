@@ -42,7 +42,9 @@ def summarize(frame: pd.DataFrame, form: str = ".4f") -> pd.DataFrame:
         if values.empty:
             return ""
         mean = f"{values.mean():{form}}"
-        return mean if len(values) == 1 else f"{mean} ± {values.std():{form}}"
+        if len(values) == 1:
+            return mean
+        return f"{mean} ± {values.std():{form}}"
 
     return frame.T.groupby(level=0, sort=False).agg(format_mean)
 
@@ -81,7 +83,9 @@ def build_pairs_table(group: Group, pairs: Sequence[Comparison]) -> Table:
         for x in group.ends if group.key else ():
             at_x = group.compare(pair.left, pair.right, [x])
             row[format_tick(group.key, x)] = str(at_x.difference) if at_x else ""
-        row |= {MINUS: str(pair.difference), "interval over": pair.over, "first is": pair.verdict}
+        row[MINUS] = str(pair.difference)
+        row["interval over"] = pair.over
+        row["first is"] = pair.verdict
         row["Holm's p"] = "-" if math.isnan(pair.p) else f"{pair.p:.2g}"
         rows.append(row)
     return Table("Pairs", rows, ["first", "second", MINUS, "first is"])
@@ -120,9 +124,11 @@ def build_measure_table(group: Group) -> Table:
     cells = pd.DataFrame(columns).fillna("")
     rows = []
     for (variant, x), row in zip(cells.index.tolist(), cells.to_dict("records"), strict=True):
-        label = format_value(group.key, x) if group.key else ""
+        label = variant
+        if group.key:
+            label = join_labels([variant, format_value(group.key, x)])
         if any(row.values()):
-            rows.append({f"at the end, {SPREAD}": join_labels([variant, label]), **row})
+            rows.append({f"at the end, {SPREAD}": label, **row})
     return Table("Measures", rows)
 
 
@@ -138,8 +144,9 @@ def describe_group(group: Group) -> str:
     sizes = []
     for total, active in sorted({count_parameters(run.config.model) for run in group.shown}):
         sizes.append(f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active")
+    lengths = " or ".join(f"{length:,}" for length in steps)
+    models = " or ".join(dict.fromkeys(sizes))
     return (
-        f"{run.config.data.label}: {' or '.join(f'{length:,}' for length in steps)} steps of "
-        f"{tokens:,} tokens; {windows}. {' or '.join(dict.fromkeys(sizes))}. "
+        f"{run.config.data.label}: {lengths} steps of {tokens:,} tokens; {windows}. {models}. "
         f"Losses in {name_unit(run)}."
     )
