@@ -64,7 +64,7 @@ SAVED += ["optim.router_lr_ratio=0.5", "optim.expert_out_lr_ratio=2.0"]
 MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change gradients
     "pair": ["model.router=kern-norelu", "train.max_steps=3", "eval.interval=3"],
     # from weights of another router, whose gates are matched
-    "given": ["model.router=kern-norelu", "train.max_steps=2", "train.init_from=FOLDER/start/tiny"],
+    "given": ["ddp-2", "fsdp-4", "zero2-2"],
     "dense": ["model.router=dense", "data.document_mask=true", "train.ema_decay=0.75"],
     "kern": ["model.router=kern-norelu"],
     # into larger micro-batches than one rank's
@@ -136,7 +136,7 @@ CASES = {
     f"{model} {way}": Case(model, way)
     for model, ways in {
         "pair": ["ddp-2"],
-        "given": ["ddp-2", "fsdp-4"],
+        "given": ["ddp-2", "fsdp-4", "zero2-2"],
         "dense": ["ddp-2", "fsdp-2", "zero2-2"],
         "kern": ["fsdp-4", "experts-2x2"],
         "modern": ["ddp-2", "fsdp-2"],
