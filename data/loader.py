@@ -232,10 +232,7 @@ def choose_validation(
         windows.append(first_window + indices)
         documents.append(part_documents)
     sizes = np.array([len(indices) for indices in windows])
-    if len(parts) == 1:
-        factors = np.ones(1)
-    else:
-        factors = np.array(weights) / np.sum(weights) * sizes.sum() / sizes
+    factors = np.array(weights) / np.sum(weights) * sizes.sum() / sizes  # exactly 1 for one set
     return Validation(
         tokens=joined,
         windows=np.concatenate(windows),
