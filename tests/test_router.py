@@ -419,7 +419,7 @@ def test_groups_equal_a_loop(name, n_group, group_k):
     assert torch.equal(routing.weights, wanted.weights)
 
 
-def test_the_fused_router_knows_no_groups():
+def test_the_fused_router_knows_no_groups_and_takes_no_experts():
     """With as many groups as there are, nothing changes, and it computes."""
     x = torch.randn(N, C)
     for group_k, calls in ((2, 0), (4, 1)):
@@ -427,6 +427,8 @@ def test_the_fused_router_knows_no_groups():
         router.fused = mock.Mock(return_value=None)
         assert router(x).experts.shape == (N, K)
         assert router.fused.call_count == calls
+    router.replay = torch.arange(N * K).view(N, K) % E
+    assert router(x).experts is router.replay and router.fused.call_count == 1
 
 
 def test_what_means_nothing_is_refused():

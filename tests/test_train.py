@@ -69,29 +69,34 @@ def test_quantile_balancing_of_scores_without_bounds(tiny, router):
 # ---- what is due
 
 
-def test_what_is_due_at_each_step(tiny, tmp_path):
+def test_what_is_due_at_each_step(tiny, tmp_path, monkeypatch):
     """Saves, evaluations and log lines of drawn settings, of a new run and of a resumed one."""
     saver = checkpoint.Saver(tmp_path, ALONE, sharded=False, train=tiny().train)
+    now = 0.0
+    monkeypatch.setattr(cadence, "time", SimpleNamespace(monotonic=lambda: now))
     rng = random.Random(0)
     for _ in range(20):
         max_steps = rng.choice([7, 12, 30])
         save = rng.choice([0, 1, 3, 5])
         keep = sorted(rng.sample(range(1, 8), rng.choice([0, 1, 3])))
         evaluate, log = rng.choice([1, 4, 50]), rng.choice([1, 5, 50])
-        start = rng.choice([0, 4])
+        start, minutes = rng.choice([0, 4]), rng.choice([0, 2, 2.5])
         config = tiny(
             f"train.max_steps={max_steps}",
             f"train.checkpoint_interval={save}",
-            "train.checkpoint_minutes=0",
+            f"train.checkpoint_minutes={minutes}",
             f"train.keep_steps={','.join(map(str, keep))}",
             f"eval.interval={evaluate}",
             f"log.interval={log}",
         )
+        saved_at = now
         due = cadence.Cadence(config, start, True, ALONE, Stop(), saver)
         for step in range(start, max_steps + 1):
+            now += 50
+            is_late = 0 < 60 * minutes <= now - saved_at
             is_last = step == max_steps
             is_on_interval = save > 0 and step % save == 0
-            has_save = step > start and (is_last or is_on_interval or step in keep)
+            has_save = step > start and (is_last or is_late or is_on_interval or step in keep)
             is_new = step > start or start == 0
             has_evaluation = is_new and (is_last or step % evaluate == 0)
             assert due.at(step) == (has_evaluation, has_save, False), (config, step)
@@ -99,6 +104,7 @@ def test_what_is_due_at_each_step(tiny, tmp_path):
                 assert due.is_log_due(step) == (is_last or step % log == 0)
             if has_save:
                 due.note_save(step)
+                saved_at = now
 
 
 def test_a_tenth_waits_for_the_save_before(tiny, tmp_path, monkeypatch):

@@ -332,7 +332,8 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(
         "train.loss_spike=skip",
         "eval.interval=50",
     ]
-    config = tiny("train.max_steps=50", "train.bias_update_rate=0.01", *own)
+    own.append("train.bias_update=quantile" if factor else "train.bias_update_rate=0.01")
+    config = tiny("train.max_steps=50", *own)
     with pytest.raises(RunError, match=message):
         run(config)
     state, _, trouble = Run(folder.path_of(config)).status
