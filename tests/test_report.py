@@ -167,6 +167,9 @@ def test_which_variants_are_compared(tmp_path):
     curves, over = collect_differences(group, "kern")
     assert curves["tanh, gate_scale 18"].loc[1000, "mean"] == pytest.approx(0.17)
     assert over == "documents" and "kern, gate_scale 1" not in curves
+    # and from the most alike, though another one has no closer counterpart
+    curves, _ = collect_differences(load_groups(*runs[:2], runs[3])[0], "kern")
+    assert curves["softmax, gate_scale 3"].loc[1000, "mean"] == pytest.approx(0, abs=1e-9)
     # no pair of routers flips where the baseline is one variant of kern
     (group,) = load_groups(*runs[:4])
     pairs = name_pairs(compare_group(group, "kern, gate_scale 1"))
