@@ -232,6 +232,13 @@ ERRORS = {
 }
 
 
+def test_runs_of_other_tokenizers_are_not_compared(made):
+    trained = load_model(made / "kern")
+    other = trained._replace(metadata=trained.metadata | {"tokenizer": "0" * 64})
+    with pytest.raises(ValueError, match="differ in tokenizer; name another run"):
+        routing.check_comparable(trained, other)
+
+
 @pytest.mark.parametrize("words", ERRORS)
 def test_errors(made, words, call, monkeypatch):
     monkeypatch.setattr(routing, "MIN_COUNT", 65)

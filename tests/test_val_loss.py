@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from runs import read_tables
 from runs import run as train_run
 from scipy import stats
 
+import configure
+from configure.schema import Mix
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import scoring, val_loss
 from eval.trained import load_model
@@ -199,6 +202,25 @@ def test_weights_and_data_are_said(dense_run, tmp_path, score, monkeypatch, corp
     file.write_text(file.read_text().replace(f'dir = "{corpus}"', f'dir = "{tmp_path}"'))
     said = call(main, changed)
     assert said.startswith("note: tiny is no longer what dense was trained on\n")
+
+
+def test_sets_of_a_mixture_have_their_parts(dense_run, tmp_path, corpus, call):
+    """Of the windows, and of the mean."""
+    mixed = shutil.copytree(dense_run, tmp_path / "mixed")
+    shutil.copytree(corpus / "tiny", tmp_path / "tiny")
+    write_set(tmp_path / "other", ByteTokenizer(), 999)
+    config = load_model(dense_run).config
+    data = {"mix": Mix({"tiny": 2.0, "other": 1.0}), "dir": str(tmp_path)}
+    config = config.model_copy(update={"data": config.data.model_copy(update=data)})
+    (mixed / "config.toml").write_text(configure.dumps(config))
+    (mixed / "eval/step_00000004/val_loss.json").unlink(missing_ok=True)
+    said = call(main, mixed)
+    text = (mixed / "eval/step_00000004/val_loss.json").read_text()
+    of_set = {Path(row["data"]).name: row for row in map(json.loads, text.splitlines())}
+    assert (of_set["tiny"]["windows"], of_set["other"]["windows"]) == (4, 2)
+    mean = (2 * of_set["tiny"]["loss"] + of_set["other"]["loss"]) / 3
+    assert f": mean by the weights of the mixture {mean:.4f}" in said
+    assert abs(of_set["tiny"]["loss"] - of_set["other"]["loss"]) > 0.01
 
 
 def write_set(path, tokenizer, length=99):
