@@ -690,6 +690,8 @@ def test_scores_end_once_asked_to_stop(tiny, folder, monkeypatch):
     monkeypatch.setattr(scoring, "make_batch", stop_after_a_batch)
     monkeypatch.setattr("eval.in_loop.Scorer", partial(Scorer, tokens=64))
     assert scores(model, 0, ALONE, stop) is None and model.training and len(batches) == 1
+    with pytest.raises(scoring.Interrupted):  # no scores of a part
+        Scorer(model, tokens=1, is_stopped=lambda: True).score([([1], [2]), ([3], [4])])
     # a group of tasks has no number of documents
     results = {"group": {"acc": 0.5, "acc_stderr": 0.1, "documents": None}}
     monkeypatch.setattr("eval.in_loop.score_task", lambda *args, **_: (results, {}))
