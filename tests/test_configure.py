@@ -253,6 +253,8 @@ CLASHES = """
     --model.n_expert=8
 --model.gated=true --model.bias=true
     model.gated = true has no biases; set --model.bias=false or --model.gated=false
+--model.gated=true --model.bias=true --model.router=dense
+    model.gated = true has no biases; set --model.bias=false or --model.gated=false
 --model.gate_norm=2 --model.gate_scale=3
     model.gate_norm = 2.0 and model.gate_scale = 3.0 clash; set --model.gate_scale=1 or
     --model.gate_norm=0
@@ -262,7 +264,7 @@ CLASHES = """
     model.n_hash_layer = 1: a dense model has no experts; set --model.n_hash_layer=0
 --model.router_groups=6
     model.router_groups = 6 does not divide model.n_expert = 64; set --model.router_groups=2
---model.router_groups=4 --model.router_group_k=5
+--model.router_groups=4 --model.router_group_k=5 --model.top_k=1
     model.router_group_k = 5 is more than model.router_groups = 4; set
     --model.router_group_k=4
 --model.router_group_k=2
