@@ -5,6 +5,7 @@ import json
 import os
 import re
 import tempfile
+from abc import ABC, abstractmethod
 from base64 import b64decode
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,10 +33,10 @@ MAX_GAP = 500_000
 LONG_GAP = re.compile(rf"(\s{{{MAX_GAP}}})")
 
 
-class _Encoder:
+class _Encoder(ABC):
+    @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """One uint16 array, (n,), per text."""
-        raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0].tolist()
