@@ -43,7 +43,7 @@ from runtime.parallel import set_gradient_sync
 from runtime.preflight import OpenTasks, Plan, ReadWeights, check_plan, plan_run
 from runtime.reporter import Reporter, SilentReporter
 from runtime.state import Statistics, TrainState, build_state
-from runtime.updates import Guard, Recomputed
+from runtime.updates import Guard
 from runtime.validation import evaluate
 
 
@@ -133,7 +133,7 @@ def needs_step_loads(state: TrainState, train: Train) -> bool:
 
 def run_passes(
     state: TrainState, accumulation: int, train: Train, x: Tensor, y: Tensor, loads: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Add a micro-batch's gradients, times the loss scale, to p.grad.
 
     Args:
@@ -146,7 +146,7 @@ def run_passes(
             micro-batches.
 
     Returns:
-        Its loss, (), nats per token, and its part of the step's statistics.
+        Its part of the step's statistics.
     """
     out = state.forward(x, y)
     assert out.loss is not None, "there are targets"
@@ -155,12 +155,12 @@ def run_passes(
     aux_loss = auxiliary_loss(train, out.stats, loads, state.model.first_scored_layer)
     ((out.loss + aux_loss) * state.updates.scale / accumulation).backward()
     with torch.no_grad():
-        return out.loss.detach(), state.interval.join(out.loss, aux_loss, out.stats)
+        return state.interval.join(out.loss, aux_loss, out.stats)
 
 
 def forward_backward(
     state: TrainState, batches: Iterator[Batch], accumulation: int, train: Train
-) -> tuple[Statistics, list[Tensor]]:
+) -> Statistics:
     """Add a step's gradients, times the loss scale, to p.grad. Nothing waits for the device.
 
     Args:
@@ -171,11 +171,9 @@ def forward_backward(
         train: settings of the auxiliary losses and the batch.
 
     Returns:
-        The step's statistics over all ranks, and the loss of each of this rank's micro-batches, (),
-        nats per token.
+        The step's statistics over all ranks.
     """
     stats = state.interval.new(state.selection_bias.n_bin)
-    losses = []
     device = state.compute.device
     micro_batches = []
     for x, y in islice(batches, accumulation):
@@ -189,22 +187,10 @@ def forward_backward(
         for number, (x, y) in enumerate(micro_batches):
             last = number == accumulation - 1
             set_gradient_sync(state.runner, state.compute.parallel, last)
-            loss, row = state.graph.run(passes, x, y, loads)
-            losses.append(loss)
-            stats.vector += row
+            stats.vector += state.graph.run(passes, x, y, loads)
     distributed.sum_over_ranks(stats.vector)
     stats.to_step_means(train.batch_size / train.micro_batch_size)
-    return stats, losses
-
-
-def recompute(
-    state: TrainState, batches: RankBatches, config: configure.Config, step: int
-) -> Recomputed:
-    """Repeat the forward and backward pass of a step (from 0), for a crash dump."""
-    seed_step(config.run.seed, step, batches.ranks)
-    _, losses = forward_backward(state, batches.read([step]), batches.accumulation, config.train)
-    lr = learning_rate(config.optim, config.train.max_steps, step)
-    return Recomputed(losses, batches.locate(step), lr)
+    return stats
 
 
 def train(
@@ -273,8 +259,7 @@ def train(
         stack.callback(batches.close)
         evaluated = state.step in plan.evaluated_steps
         cadence = Cadence(config, state.step, evaluated, ranks, stop, saver)
-        recompute_step = partial(recompute, state, rank_batches, config)
-        guard = Guard(plan.run, state.model, state.updates, ranks, recompute_step)
+        guard = Guard(plan.run, state.updates)
 
         for step in range(state.step, max_steps + 1):  # `step` optimizer steps are done
             due = cadence.at(step)  # the ranks agree through their hosts, not through devices
@@ -301,7 +286,7 @@ def train(
 
             seed_step(config.run.seed, step, ranks)  # dropout depends on nothing else
             lr = learning_rate(config.optim, max_steps, step)
-            stats, _ = forward_backward(state, batches, plan.accumulation, config.train)
+            stats = forward_backward(state, batches, plan.accumulation, config.train)
             taken = state.updates.step(step, lr, stats.loss)  # decided on the device
             state.zero_grad()
             state.selection_bias.update(stats.loads, stats.margins, taken)

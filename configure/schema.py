@@ -11,7 +11,7 @@ This package imports no torch, so that a typo in a config file is reported withi
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,7 +31,6 @@ def key(
     scaled: bool = False,
     report: Literal["", "setting", "option", "neutral", "router"] = "",
     label: Literal["", "first", "last"] = "",
-    report_as: Mapping[str, Any] | None = None,
     validation_text: bool = False,
     fixed_by_weights: bool = False,
     exported: bool = False,
@@ -59,7 +58,6 @@ def key(
             with another value, else "setting".
         label: where a report needs keys to name a setting, this comes "first". An option that is
             "last" is named only where arms of one router differ in nothing else.
-        report_as: {value: the value with the same losses, which reports count instead}.
         validation_text: losses of runs can be paired only if they have the same value.
         fixed_by_weights: initial weights (train.init_from) need the value that they had.
         exported: config.json of exports has it under its own name or transformers'.
@@ -77,7 +75,6 @@ def key(
         "scaled": scaled,
         "report": report or ("neutral" if resume else "setting"),
         "label": label,
-        "report_as": dict(report_as or {}),
         "validation_text": validation_text,
         "fixed_by_weights": fixed_by_weights,
         "exported": exported,
@@ -543,9 +540,6 @@ class Train(Section):
         "step of the selection bias under sign; 0 disables",
         ge=0,
         report="option",
-    )
-    loss_spike: Literal["off", "warn", "skip"] = key(
-        "off", "on a loss spike: warn, or skip the step", report_as={"warn": "off"}
     )
     checkpoint_interval: int = key(
         -1,

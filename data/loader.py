@@ -94,17 +94,6 @@ class Loader:
         self._batch_size = batch_size
         self._seed = seed
 
-    def locate(self, step: int, start: int = 0, count: int | None = None) -> list[Any]:
-        """The sources of a step's rows, for messages.
-
-        For one set the index of each window, for a mixture [name of the split, index there].
-        """
-        indices = self._indices(step, start, count).tolist()
-        if len(self._counts) == 1:
-            return indices
-        sources = [self._tokens.find_part(index) for index in indices]
-        return [[part.name, window] for part, window in sources]
-
     def count_epochs(self, steps: int) -> np.ndarray:
         """The number of times that each set is read in `steps` steps, (S,)."""
         weights = self._shares / self._shares.sum()
@@ -117,9 +106,9 @@ class Loader:
 
         Steps count from 0. Returns inputs and targets, (count, T) int64 each.
         """
-        return windows(self._tokens, self._indices(step, start, count), self._block_size)
+        return windows(self._tokens, self.indices(step, start, count), self._block_size)
 
-    def _indices(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
+    def indices(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
         """The windows of rows [start, start + count), (count,) int64, numbered over all sets."""
         if count is None:
             count = self._batch_size - start

@@ -40,19 +40,11 @@ class RankBatches(NamedTuple):
     def read(self, steps: Iterable[int]) -> Iterator[Batch]:
         """Yield the micro-batches of the given steps, one after the other."""
         for step in steps:
-            for row in self._first_rows():
-                batch = self.loader.batch(step, row, self.micro_batch_size)
+            for micro in range(self.accumulation):
+                number = micro * self.ranks.world_size + self.ranks.rank
+                first_row = number * self.micro_batch_size
+                batch = self.loader.batch(step, first_row, self.micro_batch_size)
                 yield to_host_tensors(batch, self.ranks.device)
-
-    def locate(self, step: int) -> list[Any]:
-        """The windows of each micro-batch of a step (`Loader.locate`)."""
-        return [self.loader.locate(step, row, self.micro_batch_size) for row in self._first_rows()]
-
-    def _first_rows(self) -> list[int]:
-        """First row of each micro-batch among the rows of a step."""
-        rank, world_size = self.ranks.rank, self.ranks.world_size
-        numbers = [micro * world_size + rank for micro in range(self.accumulation)]
-        return [number * self.micro_batch_size for number in numbers]
 
 
 def seed_step(seed: int, step: int, ranks: Ranks) -> None:

@@ -16,9 +16,9 @@ from runtime.distributed import memory_bytes, print_once
 MOST_PLANNED = 0.7  # share of a device's memory, with train.cuda_graph = auto; not measured
 WARM_UP = 3  # steps before: kernels compile
 
-# Of inputs and targets (B, T) int64 and any loads (L, E): the loss () and its part of the step's
-# statistics. It adds gradients to p.grad.
-Passes = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+# Of inputs and targets (B, T) int64 and any loads (L, E): their part of the step's statistics. It
+# adds gradients to p.grad.
+Passes = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Captured(NamedTuple):
@@ -26,7 +26,7 @@ class Captured(NamedTuple):
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, Tensor, Tensor | None]
-    outputs: tuple[Tensor, Tensor]
+    statistics: Tensor
     gradients: list[Tensor | None]
 
 
@@ -61,9 +61,7 @@ class StepGraph:
         self.is_first = True
         self.n_step += 1
 
-    def run(
-        self, passes: Passes, x: Tensor, y: Tensor, loads: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, passes: Passes, x: Tensor, y: Tensor, loads: Tensor | None) -> Tensor:
         """Run the passes, or replay them on these inputs; returns what they return."""
         is_first = self.is_first
         self.is_first = False
@@ -81,8 +79,7 @@ class StepGraph:
         captured.graph.replay()
         for p, gradient in zip(self.parameters, captured.gradients, strict=True):
             p.grad = gradient
-        loss, row = captured.outputs
-        return loss.clone(), row  # the next micro-batch overwrites both; the row is read before
+        return captured.statistics  # read before the next micro-batch overwrites it
 
     def capture(
         self, passes: Passes, x: Tensor, y: Tensor, loads: Tensor | None, is_first: bool
@@ -93,9 +90,9 @@ class StepGraph:
             for p in self.parameters:
                 p.grad = None
         pool = self.captured[True].graph.pool() if self.captured else self.pool
-        graph, outputs = capture_graph(lambda: passes(*inputs), pool)
+        graph, statistics = capture_graph(lambda: passes(*inputs), pool)
         gradients = [p.grad for p in self.parameters]
-        return Captured(graph, inputs, outputs, gradients)
+        return Captured(graph, inputs, statistics, gradients)
 
     def give_up(self, reason: str, is_first: bool) -> None:
         """Run this step and all later ones without graphs."""

@@ -59,7 +59,6 @@ class Reporter(AbstractContextManager["Reporter"]):
             plan.branch.copy_metrics(plan.run.path)
         self.flops = flops_per_token(config.model)
         self.peak = distributed.peak_flops(plan.device, plan.dtype)
-        self.spikes = state.updates.read().spikes  # already reported
         total, active = count_parameters(config.model)
         for line in describe_plan(plan, ranks, state.step, total, active):
             print(f"{plan.run}: {line}")
@@ -153,14 +152,11 @@ class Reporter(AbstractContextManager["Reporter"]):
         }
         if self.plan.dtype == torch.float16:
             values["optim/loss_scale"] = counters.scale
-        if config.train.loss_spike != "off":
-            values["optim/loss_spikes"] = int(counters.spikes)
         values |= summarize_routing("router", mean.loads, mean.layers | routers)
         speed = self.plan.tokens_per_step / step_seconds
         values |= self._measure_performance(speed, step_seconds)
         self.metrics.log(step, step * self.plan.tokens_per_step, **values)
         self.bar.bar_format = format_bar(config.run.name, mean.loss.item(), speed)
-        self._report_spikes(counters)
         self.interval_start = time.perf_counter()
         self.steps_timed = 0
 
@@ -172,20 +168,6 @@ class Reporter(AbstractContextManager["Reporter"]):
         if self.plan.device.type == "cuda":
             values["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
         return values
-
-    def _report_spikes(self, counters: Counters) -> None:
-        """Print a line if there were loss spikes since the last call."""
-        new = counters.spikes - self.spikes
-        self.spikes = counters.spikes
-        if not new:
-            return
-        count = f"{new:.0f} spikes, the last: " if new > 1 else ""
-        skipped = self.plan.config.train.loss_spike == "skip"
-        outcome = "skipped" if skipped else "taken all the same"
-        self.write(
-            f"{count}step {counters.spike_step + 1:.0f}, loss {counters.spike_loss:.4f} is a "
-            f"spike over {counters.spike_mean:.4f}: {outcome}"
-        )
 
 
 def format_bar(name: str, loss: float | None = None, speed: float = 0.0) -> str:

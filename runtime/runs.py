@@ -191,8 +191,6 @@ class Run:
         if not has_effect(key, self.value):
             return schema["default"]
         value = attrgetter(key)(self.config)
-        if value in schema["report_as"]:
-            return schema["report_as"][value]
         if key == "data.name" and self.config.data.mix:
             return ""
         if key == "train.balance_loss_scope" and value == "micro_batch":
@@ -353,9 +351,6 @@ class Run:
             loss = self.newest.get(name, 0.0)
             if not math.isfinite(loss):
                 return f"{name} is {loss}"
-        dumps = sorted(self.path.glob("crash-step_*.json"))
-        if dumps:
-            return f"crash dump {dumps[-1].name}"
         messages = [f"warning: {fault}" for fault in self.faults]
         log = self.path / "train.log"  # which scripts.sweep writes
         if log.is_file():

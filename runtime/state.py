@@ -161,7 +161,9 @@ class TrainState(AbstractContextManager["TrainState"]):
             layers = [mixture.experts for mixture in self.mixtures]
         self.half = HalfCopies(layers, plan.dtype, config.model.backend)
         self.optimizer = build_optimizer(self.model, config.optim, self.half)
-        self.updates = Updates(self.optimizer, config, plan.dtype == torch.float16, compiles)
+        self.updates = Updates(
+            self.optimizer, config.optim.grad_clip, plan.dtype == torch.float16, compiles
+        )
         self.selection_bias = SelectionBias(
             [mixture.router for mixture in self.mixtures],
             train.bias_update,

@@ -1,28 +1,22 @@
 """Take or skip optimizer steps by a decision on the device: the host does not wait for it.
 
-Loss scale, spike test and counters are numbers on the device. So is the halt flag: a run that
-cannot continue is halted, which skips every later step until the host next reads the numbers. It
-then finds weights, moments and numbers as they were when the run was halted (`Guard`).
+Loss scale and counters are numbers on the device. So is the halt flag: a run that cannot continue
+is halted, which skips every later step until the host next reads the numbers. It then finds
+weights, moments and numbers as they were when the run was halted (`Guard`).
 
-A loss that is NaN or Inf halts it immediately, and a crash dump,
-runs/<name>/crash-step_00001234.json, shows what led to it. Gradients that are NaN or Inf, or loss
-spikes, only skip their step; MAX_SKIPPED_STEPS in a row halt the run.
+A loss that is NaN or Inf halts it immediately. Gradients that are NaN or Inf only skip their step;
+MAX_SKIPPED_STEPS in a row halt the run.
 """
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from common.files import write_atomic
-from configure import Config
-from runtime import RunError, distributed
-from runtime.distributed import Ranks
+from runtime import RunError
 from runtime.folder import RunFolder
 from runtime.optimizers import Optimizers
 from runtime.parallel import find_mesh, full_tensor, local_part
@@ -30,10 +24,8 @@ from runtime.parallel import find_mesh, full_tensor, local_part
 FIRST_SCALE = 65536.0  # the first scale of torch's GradScaler
 MIN_SCALE = 1.0  # repeated halving would underflow the scale to 0 and make the weights NaN
 GROWTH_INTERVAL = 2000  # healthy steps before the scale doubles, as torch's GradScaler
-SPIKE_SIGMA = 6.0  # a spike is this many standard deviations above the mean; not measured
 MAX_SKIPPED_STEPS = 20  # this many in a row stop the run
-WINDOW = 128  # losses that a spike is measured against, once half of them exist; not measured
-RUNNING, BAD_LOSS, BAD_GRADIENTS, SPIKES = range(4)  # what halted a run
+RUNNING, BAD_LOSS, BAD_GRADIENTS = range(3)  # what halted a run
 
 Number = TypeVar("Number", Tensor, float)
 
@@ -46,17 +38,20 @@ class Counters(NamedTuple, Generic[Number]):
     skipped: Number  # steps without an update
     skipped_in_row: Number
     taken: Number  # steps with an update
-    spikes: Number
-    spike_step: Number  # step of the last spike
-    spike_loss: Number
-    spike_mean: Number  # mean of the losses before it
     halted: Number  # RUNNING, or why the run is halted
     step: Number  # the last one before the run was halted
     loss: Number  # the loss of that step, nats per token
     grad_norm: Number  # norm at that step, before clipping
 
 
-N_COUNTER = len(Counters._fields)
+# Loss spikes had numbers 5 to 8 and 13 to 140 until 0ce7a9c: older checkpoints have them.
+N_NUMBER = 141
+UNUSED = slice(5, 9)  # among the first 13, which hold the counters
+
+
+def to_counters(numbers: Sequence[Number]) -> Counters[Number]:
+    """The counters among the first 13 numbers."""
+    return Counters(*numbers[: UNUSED.start], *numbers[UNUSED.stop : 13])
 
 
 class Updates:
@@ -67,18 +62,17 @@ class Updates:
 
     Attributes:
         optimizer: changes the parameters.
-        numbers: (13 + WINDOW,) float64 on the device, the `Counters` and the last losses;
-            checkpoints hold it.
+        numbers: (N_NUMBER,) float64 on the device, which hold the `Counters`; checkpoints have it.
     """
 
     def __init__(
-        self, optimizer: Optimizers, config: Config, scaled: bool, compile: bool = False
+        self, optimizer: Optimizers, grad_clip: float, scaled: bool, compile: bool = False
     ) -> None:
         """Counters of a new run, on the device of the optimizer's parameters.
 
         Args:
             optimizer: changes the parameters.
-            config: optim.grad_clip, and train.loss_spike.
+            grad_clip: optim.grad_clip.
             scaled: keep a loss scale, as float16 needs. It is GradScaler's: halved after gradients
                 that are NaN or Inf, doubled after GROWTH_INTERVAL healthy steps; but never below
                 MIN_SCALE.
@@ -86,16 +80,15 @@ class Updates:
         """
         self.optimizer = optimizer
         self.scaled = scaled
-        self.grad_clip = config.optim.grad_clip
-        self.loss_spike = config.train.loss_spike
+        self.grad_clip = grad_clip
         device = optimizer.parameters[0].device
-        self.numbers = torch.zeros(N_COUNTER + WINDOW, dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(N_NUMBER, dtype=torch.float64, device=device)
         self.counters.scale.fill_(FIRST_SCALE if scaled else 1.0)
         self.decide = torch.compile(self._decide, fullgraph=True) if compile else self._decide
 
     @property
     def counters(self) -> Counters[Tensor]:
-        return Counters(*self.numbers[:N_COUNTER].unbind())
+        return to_counters(self.numbers[:13].unbind())
 
     @property
     def scale(self) -> Tensor:
@@ -104,15 +97,15 @@ class Updates:
 
     def read(self) -> Counters[float]:
         """The counters as Python numbers. Waits for the device."""
-        return Counters(*self.numbers[:N_COUNTER].tolist())
+        return to_counters(self.numbers.tolist())
 
     @torch.no_grad()
     def step(self, step: int, lr: float, loss: Tensor) -> Tensor:
         """Take an optimizer step with the gradients in place, or skip it.
 
-        The decision is made on the device. Skipped are steps whose gradients are NaN or Inf, spikes
-        under loss_spike = "skip", and all steps of a halted run: one whose loss is NaN or Inf, or
-        that skipped MAX_SKIPPED_STEPS in a row.
+        The decision is made on the device. Skipped are steps whose gradients are NaN or Inf, and
+        all steps of a halted run: one whose loss is NaN or Inf, or that skipped MAX_SKIPPED_STEPS
+        in a row.
 
         Args:
             step: number of the step, from 0.
@@ -146,49 +139,38 @@ class Updates:
             The numbers after it, () bool whether it is taken, and `grad_scale` and `found_inf` of
             `Optimizers.step`.
         """
-        before = Counters(*numbers[:N_COUNTER].unbind())
-        losses = numbers[N_COUNTER:]
+        before = to_counters(numbers[:13].unbind())
         norm = norm.double() / before.scale
         is_healthy = norm.isfinite()
         is_finite = loss.isfinite()
         is_running = before.halted == RUNNING
-        spike, mean = is_spike(losses, before.taken, loss)
-        spike = spike & is_healthy & (self.loss_spike != "off")
-        skip = ~is_healthy | (spike & (self.loss_spike == "skip"))
-        take = is_running & is_finite & ~skip
+        take = is_running & is_finite & is_healthy
 
         # The counters after this step for a finite loss, and for another: one is chosen on the
         # device.
-        counted = self._count(before, is_healthy, skip)._replace(
-            spikes=before.spikes + spike,
-            spike_step=torch.where(spike, step, before.spike_step),
-            spike_loss=torch.where(spike, loss, before.spike_loss),
-            spike_mean=torch.where(spike, mean, before.spike_mean),
-        )
+        counted = self._count(before, is_healthy)
         halted = before._replace(halted=torch.full_like(loss, BAD_LOSS))
         latest = {"step": torch.full_like(loss, step), "loss": loss, "grad_norm": norm}
         after_finite_loss = torch.stack(list(counted._replace(**latest))).double()
         after_bad_loss = torch.stack(list(halted._replace(**latest))).double()
-        oldest = torch.arange(WINDOW, device=losses.device) == before.taken % WINDOW
-        new_losses = torch.where(oldest & take, loss, losses)
         counters = torch.where(is_finite, after_finite_loss, after_bad_loss)
-        after = torch.cat([counters, new_losses])
+        kept = numbers[UNUSED]
+        parts = [counters[: UNUSED.start], kept, counters[UNUSED.start :], numbers[13:]]
+        after = torch.cat(parts)
         after = torch.where(is_running, after, numbers)
 
         excess = (norm + 1e-6) / self.grad_clip if self.grad_clip else torch.zeros_like(norm)
         grad_scale = (before.scale * excess.clamp_min(1)).float()
         return after, take, grad_scale, (~take).float()
 
-    def _count(self, before: Counters[Tensor], healthy: Tensor, skip: Tensor) -> Counters[Tensor]:
+    def _count(self, before: Counters[Tensor], healthy: Tensor) -> Counters[Tensor]:
         """Count taken and skipped steps, and set the loss scale, after a finite loss."""
-        in_row = torch.where(skip, before.skipped_in_row + 1, 0)
-        is_stuck = in_row == MAX_SKIPPED_STEPS
-        reason = torch.where(healthy, SPIKES, BAD_GRADIENTS)
+        in_row = torch.where(healthy, 0, before.skipped_in_row + 1)
         counters = before._replace(
-            skipped=before.skipped + skip,
+            skipped=before.skipped + ~healthy,
             skipped_in_row=in_row,
-            taken=before.taken + ~skip,
-            halted=torch.where(is_stuck, reason, RUNNING),
+            taken=before.taken + healthy,
+            halted=torch.where(in_row == MAX_SKIPPED_STEPS, BAD_GRADIENTS, RUNNING),
         )
         if not self.scaled:
             return counters
@@ -207,26 +189,6 @@ def measure_norm(gradients: list[Any]) -> Tensor:
         by_mesh.setdefault(find_mesh(gradient), []).append(gradient)
     norms = [full_tensor(nn.utils.get_total_norm(part)) for part in by_mesh.values()]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
-def is_spike(losses: Tensor, count: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare a loss with the last losses: a spike is 6 standard deviations above their mean.
-
-    Args:
-        losses: (WINDOW,) the last losses, in any order; zeros where there are none yet.
-        count: () losses so far. With fewer than WINDOW / 2 nothing is a spike.
-        loss: () the new one.
-
-    Returns:
-        () bool, True for a spike, and the mean of the last losses, ().
-    """
-    n = count.clamp_max(WINDOW)
-    exists = torch.arange(WINDOW, device=losses.device) < n
-    mean = losses.sum() / n
-    deviations = torch.where(exists, losses - mean, 0)
-    standard_deviation = (deviations.square().sum() / (n - 1)).sqrt()
-    is_high = loss > mean + SPIKE_SIGMA * standard_deviation
-    return (count >= WINDOW // 2) & is_high, mean
 
 
 class WeightAverage:
@@ -294,34 +256,15 @@ class WeightAverage:
 
 
 # ---- the host's side
-class Recomputed(NamedTuple):
-    """A step's forward and backward pass, computed again."""
-
-    losses: list[Tensor]  # () of each of this rank's micro-batches, nats per token
-    windows: list[Any]  # windows of each of these micro-batches (`Loader.locate`)
-    learning_rate: float
-
-
 class Guard:
     """Checks the counters that the device keeps (`Updates`).
 
     Every rank calls its methods at the same steps.
     """
 
-    def __init__(
-        self,
-        run: RunFolder,
-        model: nn.Module,
-        updates: Updates,
-        ranks: Ranks,
-        recompute: Callable[[int], Recomputed],
-    ) -> None:
-        """`recompute` repeats the forward and backward pass of a step (from 0)."""
+    def __init__(self, run: RunFolder, updates: Updates) -> None:
         self.run = run
-        self.model = model
         self.updates = updates
-        self.ranks = ranks
-        self.recompute = recompute
         self.remedy = (
             "Start again under another run.name with a lower optim.lr or a longer "
             "optim.warmup_steps"
@@ -333,26 +276,21 @@ class Guard:
         """Read the counters of the steps so far. Waits for the device: not for every step.
 
         Raises:
-            RunError: the run is halted: a loss that is NaN or Inf, which also writes the crash
-                dump, or too many skipped steps in a row.
+            RunError: the run is halted: a loss that is NaN or Inf, or too many skipped steps in a
+                row.
         """
         counters = self.updates.read()
         step = int(counters.step)
         if counters.halted == BAD_LOSS:  # weights are still as they were before that step
-            file = self._dump_crash(step, counters)
             raise RunError(
                 f"{self.run}: train loss {counters.loss} in step {step + 1}, before its update: "
-                f"the weights are those of step {step}. {file} has its windows and, computed once "
-                f"more, its losses and the norms of weights and gradients. {self.remedy}"
+                f"the weights are those of step {step}. {self.remedy}"
             )
         if counters.halted != RUNNING:
-            reason = (
-                "a loss spike" if counters.halted == SPIKES else "gradients that are NaN or Inf"
-            )
             raise RunError(
                 f"{self.run}: {counters.skipped_in_row:.0f} steps in a row skipped, the last for "
-                f"{reason} (step {step + 1}, loss {counters.loss:.4g}, loss scale "
-                f"{counters.scale:g}). The weights are those before the first of them. "
+                f"gradients that are NaN or Inf (step {step + 1}, loss {counters.loss:.4g}, loss "
+                f"scale {counters.scale:g}). The weights are those before the first of them. "
                 f"{self.remedy}"
             )
         return counters
@@ -364,43 +302,3 @@ class Guard:
                 f"{self.run}: val loss {loss.item()} at step {step}, the run has diverged. "
                 f"{self.remedy}"
             )
-
-    def _dump_crash(self, step: int, counters: Counters[float]) -> Path:
-        """Compute step number `step` (from 0) again and describe it in a file; returns its path."""
-        losses, windows, learning_rate = self.recompute(step)
-        micro_batches = []
-        for loss, micro_windows in zip(losses, windows, strict=True):
-            micro_batches.append({"loss": loss.item(), "windows": micro_windows})
-        this_rank = {"rank": self.ranks.rank, "micro_batches": micro_batches}
-        dump = {
-            "step": step,
-            "loss": counters.loss,
-            "loss_scale": counters.scale,
-            "learning_rate": learning_rate,
-            "ranks": distributed.gather(this_rank, self.ranks.control),
-            "parameters": measure_parameters(self.model, counters.scale),
-        }
-        path = self.run.path / f"crash-step_{step:08d}.json"
-        if self.ranks.rank == 0:
-            # JSON has no numbers for NaN and Inf: they become strings.
-            finite = json.loads(json.dumps(dump), parse_constant=lambda name: str(float(name)))
-            try:
-                write_atomic(path, json.dumps(finite, indent=1) + "\n")
-            except OSError as error:  # must not hide the error that stops the run
-                print(f"warning: {path} could not be written ({error.strerror})", flush=True)
-        return path
-
-
-@torch.no_grad()
-def measure_parameters(model: nn.Module, loss_scale: float) -> dict[str, dict[str, float]]:
-    """{name: norms of the weight and of its gradient}, in float64. Every rank calls it."""
-    norms = {}
-    for name, p in model.named_parameters():
-        assert p.grad is not None
-        weight_norm = full_tensor(torch.linalg.vector_norm(p, dtype=torch.float64))
-        gradient_norm = full_tensor(torch.linalg.vector_norm(p.grad, dtype=torch.float64))
-        norms[name] = {
-            "weight_norm": weight_norm.item(),
-            "gradient_norm": gradient_norm.item() / loss_scale,
-        }
-    return norms

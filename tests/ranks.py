@@ -127,7 +127,6 @@ MODELS["again"] = [
     "model.dropout=0.1",
     "train.dtype=float16",
     "log.interval=2",
-    "train.loss_spike=skip",
 ]
 MODELS["again"] += ["train.ema_decay=0.75"]
 ANY = ("given", "dense", "kern", "modern", "biased", "quantile", "cut", "windows", "triton", "muon")

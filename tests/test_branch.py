@@ -23,7 +23,6 @@ WSD = ["optim.schedule=wsd", "optim.warmup_steps=2", "model.dropout=0.1", "log.i
 WSD += [
     "train.dtype=float16",
     "optim.router_lr_ratio=0.5",
-    "train.loss_spike=skip",
     "train.bias_update_rate=0.01",
 ]
 WSD += ["train.ema_decay=0.9"]

@@ -20,13 +20,12 @@ from runtime.folder import path_of
 from runtime.launch import EXIT_CODE, Stop
 
 FAULTS = ["SIGKILL"] * 2 + ["SIGTERM"] * 2 + ["flipped bit"] * 2 + ["half a line"]
-# The most state to resume: dropout, a loss scale, selection biases, a history of losses, a mean of
-# the weights.
+# The most state to resume: dropout, a loss scale, selection biases, a mean of the
+# weights.
 HARD = [
     "model.dropout=0.1",
     "train.dtype=float16",
     "train.bias_update_rate=0.01",
-    "train.loss_spike=skip",
 ]
 HARD += [
     "train.ema_decay=0.9",

@@ -35,7 +35,7 @@ class Rerun:
         self.is_first = parameters[0].grad is None
         before = [None if p.grad is None else p.grad.clone() for p in parameters]
         with torch.random.fork_rng([]):
-            self.outputs = function()
+            self.statistics = function()
         self.gradients = [p.grad for p in parameters]
         for p, gradient in zip(parameters, before, strict=True):
             if gradient is not None:
@@ -51,11 +51,9 @@ class Rerun:
         now = [experts.copies for experts in self.experts]
         for experts, copies in zip(self.experts, self.copies, strict=True):
             experts.copies = copies
-        outputs = self.function()
+        self.statistics.copy_(self.function())
         for experts, copies in zip(self.experts, now, strict=True):
             experts.copies = copies
-        for static, new in zip(self.outputs, outputs, strict=True):
-            static.copy_(new)
         for static, p in zip(self.gradients, self.parameters, strict=True):
             if p.grad is not static:
                 static.copy_(p.grad)
@@ -72,7 +70,7 @@ def captured(monkeypatch):
 
     def capture_graph(function, pool):
         rerun = Rerun(function, parameters[-1])
-        return rerun, rerun.outputs
+        return rerun, rerun.statistics
 
     def build(model_parameters, *rest):
         built = graph.StepGraph(model_parameters, *rest)
@@ -169,9 +167,9 @@ def test_steps_run_without_a_graph_whose_capture_fails_on_gpu(tiny, monkeypatch,
 
     def wait_in_capture(function, pool):
         def passes():
-            outputs = function()
-            outputs[0].item()  # the host may not wait while a stream is captured
-            return outputs
+            statistics = function()
+            statistics[0].item()  # the host may not wait while a stream is captured
+            return statistics
 
         return capture_graph(passes, pool)
 

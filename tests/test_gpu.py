@@ -55,7 +55,7 @@ def learn(config, dtype, wrap):
     model = GPT(config.model)
     runner = wrap(model, Ranks(0, 1, device))
     optimizer = train_state.build_optimizer(model, config.optim)
-    updates = Updates(optimizer, config, dtype == torch.float16)
+    updates = Updates(optimizer, config.optim.grad_clip, dtype == torch.float16)
     x = torch.arange(4 * 33, device=device).view(4, 33) * 7 % 251
     losses = []
     for step in range(STEPS):

@@ -67,7 +67,7 @@ model.router=kern model.n_expert=64 model.top_k=8 model.expert_hidden=384 model.
 model.n_hash_layer=0 model.activation=gelu model.gated=False model.norm=layernorm
 model.norm_eps=1e-05 model.pos=learned model.bias=False model.tie_embeddings=True model.dropout=0.0
 model.init_std=0.02 model.gate_scale=1.0 model.gate_norm=0.0 model.qk_norm=off
-train.batch_size=256 train.max_steps=50000 train.loss_spike=off train.balance_loss_coef=0.0
+train.batch_size=256 train.max_steps=50000 train.balance_loss_coef=0.0
 train.balance_loss_scope=global train.z_loss_coef=0.0 train.bias_update_rate=0.0
 optim.name=adamw optim.lr=0.0006 optim.beta1=0.9 optim.beta2=0.95 optim.eps=1e-08
 optim.weight_decay=0.1 optim.grad_clip=1.0 optim.schedule=cosine optim.warmup_steps=500

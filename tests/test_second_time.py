@@ -37,7 +37,6 @@ SETTINGS = [  # the most state to resume
     "train.micro_batch_size=4",
     "train.dtype=float16",
     "train.bias_update_rate=0.01",
-    "train.loss_spike=skip",
     "train.ema_decay=0.9",
     "train.keep_checkpoints=20",
     f"train.max_steps={MAX_STEPS}",

@@ -127,7 +127,7 @@ class Step(NamedTuple):
 
     def __call__(self) -> None:
         """Run it as train.py does, at rate 0: weights and routing stay as at the start."""
-        stats, _ = forward_backward(self.state, self.batches, 1, self.config.train)
+        stats = forward_backward(self.state, self.batches, 1, self.config.train)
         taken = self.state.updates.step(0, 0.0, stats.loss)
         self.state.zero_grad()
         self.state.selection_bias.update(stats.loads, stats.margins, taken)
