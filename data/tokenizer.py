@@ -149,7 +149,9 @@ class FileTokenizer(_Encoder):
         self.encoder.encode_special_tokens = True  # not searched for in texts
         self.vocab_size = 1 + max(self.file.get_vocab().values())
         self.unk = find_unknown_id(body["model"])
-        self.byte_level = "ByteLevel" in str(body.get("decoder"))
+        decoder = str(body.get("decoder"))
+        self.byte_level = "ByteLevel" in decoder
+        self.tokens_have_bytes = self.byte_level or "▁" in decoder  # not in WordPiece
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """One uint16 array, (n,), per text, without special tokens.
@@ -337,7 +339,10 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     if isinstance(tokenizer, GPT2Tokenizer):
         return [tokenizer.bpe.decode_single_token_bytes(i) for i in range(tokenizer.eot)]
     added = tokenizer.file.get_added_tokens_decoder()
-    empty = {tokenizer.eot, *(i for i, token in added.items() if token.special)}
+    empty = {tokenizer.eot}
+    for i, token in added.items():
+        if token.special and not BYTE_TOKEN.fullmatch(token.content):
+            empty.add(i)
     tokens = []
     for i in range(tokenizer.vocab_size):
         text = "" if i in empty else tokenizer.file.id_to_token(i) or ""

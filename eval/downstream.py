@@ -74,12 +74,9 @@ class Results(TypedDict):
 
 def result_key(trained: Trained, dtype: torch.dtype, tasks_dir: Path | None) -> dict[str, Any]:
     """Return what all results in one file share: weights, precision, harness, documents."""
-    files = []
-    for step in trained.steps:
-        path = checkpoint.folder_of(trained.folder / "checkpoints", step)
-        files.append(checkpoint.read_manifest(path)["files"])
+    path = checkpoint.folder_of(trained.folder / "checkpoints", trained.step)
     return {
-        "weights": sha256_of(files),
+        "weights": sha256_of([checkpoint.read_manifest(path)["files"]]),
         "dtype": str(dtype).removeprefix("torch."),
         "lm_eval": version("lm_eval"),
         "source": str(tasks_dir.absolute()) if tasks_dir else "hub",
@@ -228,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     manager = check_tasks(args.tasks, args.tasks_dir)
     from eval.harness import Adapter
 
-    models = [load_run(run, args.step, args.average, args.ema) for run in args.runs]
+    models = [load_run(run, args.step, args.ema) for run in args.runs]
     device = distributed.pick_device(args.device)
     scored = []
     with distributed.process_group(device, models[0][0].config.train.timeout_minutes) as ranks:

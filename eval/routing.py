@@ -218,8 +218,8 @@ def compare_choices(mine: np.ndarray, theirs: np.ndarray, n_expert: int) -> dict
 
 
 def load_with_router(folder: Path, step: int | None, args: argparse.Namespace) -> Trained:
-    """Load a run's model, with --average or --ema. Raises ValueError if it is dense."""
-    trained = load_model(folder, step, args.average, args.ema)
+    """Load a run's model, or with --ema its EMA. Raises ValueError if it is dense."""
+    trained = load_model(folder, step, args.ema)
     if not find_routers(trained.model):
         raise ValueError(
             f"{trained.config.run.name} is dense and has no router; "

@@ -1,9 +1,8 @@
-"""Load a run's model for evaluation: one checkpoint, the mean of several, or the EMA."""
+"""Load a run's model for evaluation: the weights of a checkpoint, or their EMA."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,15 +31,11 @@ class Trained(NamedTuple):
 
     model: GPT  # on the CPU, in evaluation mode; with `lazy`, without memory for parameters
     config: Config
-    steps: list[int]  # of its checkpoints; several: the weights are their mean
-    metadata: dict[str, Any]  # in the last one: sha256 of data and tokenizer, the wandb id
+    step: int  # of its checkpoint
+    metadata: dict[str, Any]  # of the checkpoint: sha256 of data and tokenizer, the wandb id
     folder: Path  # runs/<name>
     ema: bool = False  # True if the weights are the running mean (train.ema_decay)
     lazy: LazyTensors | None = None  # the weights, if they stay in the checkpoint
-
-    @property
-    def step(self) -> int:
-        return self.steps[-1]
 
     @property
     def state(self) -> Mapping[str, torch.Tensor]:
@@ -49,44 +44,29 @@ class Trained(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Folder name of results: step_00001000, step_00001000_mean5 or step_00001000_ema."""
+        """Folder name of results: step_00001000 or step_00001000_ema."""
         name = checkpoint.folder_of("", self.step).name
-        if self.ema:
-            return f"{name}_ema"
-        if len(self.steps) > 1:
-            return f"{name}_mean{len(self.steps)}"
-        return name
+        return f"{name}_ema" if self.ema else name
+
+    @property
+    def mean(self) -> str:
+        """Text that names the EMA; empty for the weights themselves."""
+        return f"EMA of decay {self.config.train.ema_decay:g}" if self.ema else ""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl: `step`, `tokens`, and what was logged, such as `val/loss`."""
         return Run(self.folder).metrics
 
-    @property
-    def mean(self) -> str:
-        """Text for tables that says which mean the weights are; empty for one checkpoint."""
-        if self.ema:
-            return f"EMA of decay {self.config.train.ema_decay:g}"
-        if len(self.steps) > 1:
-            return f"mean of {len(self.steps)} checkpoints"
-        return ""
-
 
 def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """Add RUN, or with `several` RUN… as `runs`, --checkpoint (as `step`), --average and --ema."""
+    """Add RUN, or with `several` RUN… as `runs`, --checkpoint (as `step`) and --ema."""
     runs: dict[str, Any] = {"dest": "run", "help": "run folder, such as runs/quickstart-kern"}
     if several:
         runs = {"dest": "runs", "nargs": "+", "help": "run folders; several are compared"}
     parser.add_argument(metavar="RUN", type=Path, **runs)
     add = parser.add_argument
     add("--checkpoint", dest="step", type=int, metavar="STEP", help="(default: the last)")
-    add(
-        "--average",
-        type=int,
-        default=1,
-        metavar="K",
-        help="mean weights of the K checkpoints up to that step",
-    )
     add("--ema", action="store_true", help="the running mean of weights (train.ema_decay)")
 
 
@@ -100,7 +80,6 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
 def load_model(
     folder: str | Path,
     step: int | None = None,
-    average: int = 1,
     ema: bool = False,
     lazy: bool = False,
 ) -> Trained:
@@ -109,63 +88,35 @@ def load_model(
     Args:
         folder: of the run.
         step: of the checkpoint; by default the last.
-        average: load the mean of this many checkpoints up to `step`, summed in fp64.
         ema: load the running mean (train.ema_decay) in place of the weights.
         lazy: read no weights; `Trained.state` then reads each when it is needed.
 
     Raises:
         ValueError: the folder is not a run; a checkpoint is missing or damaged; or the run has no
             running mean.
-
-    Source: LAWA (arXiv 2209.14981) for the mean.
     """
     run = Run(folder)
     folder, config = run.path, run.config
     if ema and not config.train.ema_decay:
         raise RunError(
             f"--ema: {folder} has no EMA of its weights (train.ema_decay = 0); leave --ema out, "
-            f"use --average K, or train with --train.ema_decay=0.999"
+            f"or train with --train.ema_decay=0.999"
         )
-    if ema and average > 1:
-        raise RunError(
-            f"--ema with --average {average}: the weights can be one mean or the other; "
-            f"leave one out"
-        )
-    steps = _choose_steps(run, step, average)
+    step = _choose_step(run, step)
     with without_parameters() if lazy else nullcontext():
         model = GPT(config.model).eval().requires_grad_(False)
-    states = []
-    metadata: dict[str, Any] = {}
-    for chosen in steps:
-        state, metadata = checkpoint.open_weights(run.checkpoint_folder, chosen, model, ema)
-        path = checkpoint.folder_of(run.checkpoint_folder, chosen)
-        check_model_settings(config, metadata, path)
-        states.append(state)
-    weights = LazyTensors({name: partial(_average, states, name) for name in states[-1]})
+    weights, metadata = checkpoint.open_weights(run.checkpoint_folder, step, model, ema)
+    check_model_settings(config, metadata, checkpoint.folder_of(run.checkpoint_folder, step))
     if not lazy:
         for name, tensor in model.state_dict().items():
             tensor.copy_(weights[name])
     if config.data.document_mask:
         model.document_token = metadata["document_token"]
-    return Trained(model, config, steps, metadata, folder, ema, weights if lazy else None)
+    return Trained(model, config, step, metadata, folder, ema, weights if lazy else None)
 
 
-def _average(states: Sequence[LazyTensors], name: str) -> torch.Tensor:
-    """The mean of a tensor over states, computed in fp64."""
-    last = states[-1][name]
-    if len(states) == 1:
-        return last
-    total = last.double()
-    for state in states[:-1]:
-        total += state[name]
-    return (total / len(states)).to(last.dtype)
-
-
-def _choose_steps(run: Run, step: int | None, average: int) -> list[int]:
-    """Choose the steps of the `average` checkpoints up to `step`, by default the last.
-
-    Raises RunError if there are fewer.
-    """
+def _choose_step(run: Run, step: int | None) -> int:
+    """The step of a checkpoint, by default the last. Raises RunError if there is none of it."""
     steps = run.checkpoints
     damaged = checkpoint.steps(run.checkpoint_folder, ".damaged")
     present = f"it has {', '.join(map(str, steps)) or 'none'}"
@@ -179,13 +130,7 @@ def _choose_steps(run: Run, step: int | None, average: int) -> list[int]:
             print(f"warning: {run}: {present}; using that of step {step}")
     if step not in steps:
         raise RunError(f"{run}: no checkpoint of step {step}, {present}; name one of these")
-    steps = steps[: steps.index(step) + 1]
-    if not 1 <= average <= len(steps):
-        raise RunError(
-            f"--average {average}: {run} has {len(steps)} checkpoint(s) up to step {step}; "
-            f"name 1 to {len(steps)}, or train with a larger train.keep_checkpoints"
-        )
-    return steps[-average:]
+    return step
 
 
 def find_set(trained: Trained, name: str) -> Path | None:
@@ -220,7 +165,6 @@ def _check_tokenizer(trained: Trained, folder: Path) -> None:
 def load_run(
     folder: str | Path,
     step: int | None = None,
-    average: int = 1,
     ema: bool = False,
     lazy: bool = False,
 ) -> tuple[Trained, Tokenizer]:
@@ -232,7 +176,7 @@ def load_run(
         ValueError: as for `load_model`; the set in data.dir has another tokenizer; or both set and
             tokenizer are missing.
     """
-    trained = load_model(folder, step, average, ema, lazy)
+    trained = load_model(folder, step, ema, lazy)
     folders = trained.config.data.folders
     for data in folders:
         if (data / "meta.json").is_file():

@@ -17,10 +17,12 @@ document it is over windows and says nothing about other documents.
 perplexity: e^loss.
 bits per byte: total nats / ln 2 / UTF-8 bytes of the scored text. An end-of-text token has no
 bytes, but its nats count. Only this measure compares across tokenizers. The bytes of a text file
-are its own; a prepared set's are those that its tokens decode to.
+are its own. A prepared set's are those of its tokens, with the space that some tokenizers put
+before a document; nan: tokens of this tokenizer have none of their own (WordPiece), so score the
+text itself.
 
-minus …: with several runs, the loss minus that of the first on the same windows, paired by
-document. It says nothing of other seeds.
+minus …: several runs are scored on the windows of the first; this is the loss minus the first's,
+paired by document. It says nothing of other seeds.
 
 Prints a table, and appends one line of JSON per row to runs/NAME/eval/step_…/val_loss.json.
 """
@@ -29,7 +31,6 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +137,7 @@ def cut_windows(count: int, block: int, stride: int) -> list[tuple[int, int, int
 
 
 def open_corpora(trained: Trained, tokenizer: Tokenizer, args: argparse.Namespace) -> list[Corpus]:
-    """Open the data to score a model on: that of --data, or the run's own.
+    """Open the data to score models on: that of --data, or the run's own.
 
     Of a mixture each set has its part of the windows. Prints a note if the run's own data has
     changed since training. Raises DataError.
@@ -150,13 +151,14 @@ def open_corpora(trained: Trained, tokenizer: Tokenizer, args: argparse.Namespac
         return [open_corpus(name, trained, tokenizer, args, count) for name in args.data]
     folders = config.data.folders
     weights = list(config.data.sets.values())
-    shares = split_windows(count, weights, [count] * len(folders))
-    corpora = []
-    for folder, share in zip(folders, shares, strict=True):
-        corpora.append(open_corpus(str(folder), trained, tokenizer, args, share))
     hashes = identify([read_meta(folder) for folder in folders], weights)
     if not hashes.items() <= trained.metadata.items():
         print(f"note: {config.data.label} is no longer what {config.run.name} was trained on")
+    corpora = []
+    for folder, share in zip(
+        folders, split_windows(count, weights, [count] * len(folders)), strict=True
+    ):
+        corpora.append(open_corpus(str(folder), trained, tokenizer, args, share))
     return corpora
 
 
@@ -178,16 +180,15 @@ def open_corpus(
     config = trained.config
     block = config.model.block_size
     folder = find_set(trained, name)
-    if not folder and Path(name).is_file():
-        return open_text(Path(name), tokenizer, block, args.stride or block)
-    if not folder and args.data:
+    if folder is None:
+        if Path(name).is_file():
+            return open_text(Path(name), tokenizer, block, args.stride or block)
         sets = ", ".join(list_sets(Path(config.data.dir))) or "none"
         raise DataError(
             f"--data {name}: no such file, and no prepared set here or in {config.data.dir}, "
             f"which holds {sets}; name one of these or a text file, or prepare it "
             f"(python -m data.prepare --help)"
         )
-    folder = folder or Path(name)  # the run's own is missing
     tokens = open_set(trained, folder, args.split)
     if args.stride:
         windows = cut_windows(len(tokens), block, args.stride)
@@ -196,13 +197,14 @@ def open_corpus(
         count = min(args.windows or count, len(tokens))  # args.windows may be infinite
         starts = block * fixed_windows(tokens, block, count)
         windows = [(start, start + 1, start + block + 1) for start in starts.tolist()]
+    bytes_of_ids = list_byte_counts(tokenizer)
     pairs = []
     size = 0
     for start, split, stop in windows:
         ids = tokens.read(start, stop - start)
-        context = ids[: split - start]
-        size += count_bytes(tokenizer, ids) - count_bytes(tokenizer, context)
-        pairs.append((context, ids[split - start :]))
+        pair = ids[: split - start], ids[split - start :]
+        pairs.append(pair)
+        size += int(bytes_of_ids[pair[1]].sum())
     middles = np.array([(split + stop - 1) // 2 for _, split, stop in windows])  # of scored tokens
     documents = number_documents(tokens, middles)
     return Corpus(str(folder), pairs, documents, size, args.split)
@@ -232,43 +234,28 @@ def open_text(path: Path, tokenizer: Tokenizer, block: int, stride: int) -> Corp
     return Corpus(str(path), pairs, np.array(documents), size)
 
 
-@lru_cache
-def list_byte_counts(tokenizer: Tokenizer) -> np.ndarray | None:
-    """UTF-8 bytes by id, of end-of-text 0; None if they depend on the tokens around."""
-    if isinstance(tokenizer, FileTokenizer) and not tokenizer.byte_level:
-        return None
-    return np.array([*map(len, token_bytes(tokenizer)), 0])
+def list_byte_counts(tokenizer: Tokenizer) -> np.ndarray:
+    """UTF-8 bytes by id; 0 for end-of-text, and for all if they depend on the tokens around."""
+    counts = np.array([*map(len, token_bytes(tokenizer)), 0])
+    if isinstance(tokenizer, FileTokenizer) and not tokenizer.tokens_have_bytes:
+        counts[:] = 0
+    return counts
 
 
-def count_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
-    """UTF-8 bytes of the text that ids of a set, (n,), stand for."""
-    counts = list_byte_counts(tokenizer)
-    if counts is not None:
-        return int(counts[ids].sum())
-    textless = (tokenizer.eot, getattr(tokenizer, "unk", None))
-    size = 0
-    for document in np.split(ids, np.flatnonzero(ids == tokenizer.eot)):
-        text = tokenizer.decode(i for i in document.tolist() if i not in textless)
-        broken = text.count("\ufffd")  # each is a byte of a character that is cut
-        size += len(text.encode()) - 2 * broken
-    return size
-
-
-def check_paired(models: Sequence[Trained], corpora_of_runs: Sequence[list[Corpus]]) -> None:
-    """Raise DataError unless all models are scored on the same windows of the same tokens."""
-    sources = []
-    for trained, corpora in zip(models, corpora_of_runs, strict=True):
-        source = [trained.metadata.get("tokenizer")]
-        for name, pairs, *_ in corpora:
-            windows = [(context.tobytes(), scored.tobytes()) for context, scored in pairs]
-            source += [name, windows]
-        sources.append(source)
-        if source != sources[0]:
-            raise DataError(
-                f"{trained.folder} and {models[0].folder} differ in tokenizers, sets or windows: "
-                f"name the set and the number of windows for both (--data, --windows), or score "
-                f"them one by one and compare bits per byte"
-            )
+def check_comparable(first: Trained, other: Trained, args: argparse.Namespace) -> None:
+    """Raise DataError if the windows of `first` are not also windows of the other run."""
+    differing = []
+    if first.metadata.get("tokenizer") != other.metadata.get("tokenizer"):
+        differing.append("tokenizers")
+    if first.config.model.block_size != other.config.model.block_size:
+        differing.append("model.block_size")
+    if not args.data and first.metadata.get("data") != other.metadata.get("data"):
+        differing.append("data sets (name one for both by --data)")
+    if differing:
+        raise DataError(
+            f"{other.folder} and {first.folder} differ in {', '.join(differing)}: or score them "
+            f"one by one and compare bits per byte"
+        )
 
 
 def score_corpora(
@@ -291,11 +278,9 @@ def append_results(trained: Trained, stride: int | None, lines: list[dict[str, A
     run = {"run": trained.config.run.name, "step": trained.step, "stride": stride}
     with file.open("a") as output:
         for line in lines:
-            written = run | line
-            for key, value in line.items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    written[key] = None
-            output.write(json.dumps(written) + "\n")
+            text = json.dumps(run | line)
+            finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN
+            output.write(json.dumps(finite) + "\n")
     return file
 
 
@@ -328,23 +313,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Open all data, score it, print a table and write val_loss.json."""
     args = parse_arguments(argv)
-    runs = [load_run(run, args.step, args.average, args.ema) for run in args.runs]
+    runs = [load_run(run, args.step, args.ema) for run in args.runs]
     models = [trained for trained, _ in runs]
-    corpora_of_runs = [open_corpora(*run, args) for run in runs]
-    check_paired(models, corpora_of_runs)
+    corpora = open_corpora(*runs[0], args)
+    for other in models[1:]:
+        check_comparable(models[0], other, args)
     device = distributed.pick_device(args.device)
-    first = None
+    results = [score_corpora(trained, corpora, device) for trained in models]
     rows = []
     notes = []
-    for trained, corpora in zip(models, corpora_of_runs, strict=True):
-        nats = score_corpora(trained, corpora, device)
+    for trained, nats in zip(models, results, strict=True):
         lines = [*map(Corpus.describe, corpora, nats)]
-        for number, line in enumerate(lines):
+        for line, corpus, own, of_first in zip(lines, corpora, nats, results[0], strict=True):
             row = [format(line[key], form) or "-" for key, (_, form) in COLUMNS.items()]
-            if first:
-                row.append(str(corpora[number].estimate(nats[number] - first[number])))
-            rows.append([str(trained.folder), *row])
-        first = first or nats
+            difference = "-" if trained is models[0] else str(corpus.estimate(own - of_first))
+            rows.append([str(trained.folder), *row, difference])
         notes.append(f"{append_results(trained, args.stride, lines)}")
         if trained.mean:
             notes[-1] += f": {trained.mean}"
@@ -352,12 +335,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             weights = list(trained.config.data.sets.values())
             mean = np.dot(weights, [line["loss"] for line in lines])
             notes[-1] += f": mean by the weights of the mixture {mean:.4f}"
-    head = ["run", *(column for column, _ in COLUMNS.values())]
-    important = ["run", "loss, nats per token", "data", "bits per byte"]
-    if len(models) > 1:
-        head.append(DIFFERENCE)
-        important.insert(1, DIFFERENCE)
-    rows = [[*row, "-"][: len(head)] for row in rows]
+    head = ["run", *(column for column, _ in COLUMNS.values()), DIFFERENCE]
+    important = ["run", DIFFERENCE, "loss, nats per token", "data", "bits per byte"]
+    if len(models) == 1:
+        head.remove(DIFFERENCE)
+        important.remove(DIFFERENCE)
+    rows = [row[: len(head)] for row in rows]
     print("\n".join([text_table(head, rows, 2, important), *notes]))
 
 

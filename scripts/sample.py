@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     params.check()
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
-    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
+    trained, tokenizer = load_run(args.run, args.step, args.ema)
     model = trained.model.to(distributed.pick_device(args.device))
     for prompt in args.prompt:
         end = not args.ignore_end

@@ -340,7 +340,6 @@ LABELS = {
     "step_00000004_1shot": ["--num-fewshot", 1],
     "step_00000004_limit2": ["--limit", 2],
     "step_00000004_ema": ["--ema"],
-    "step_00000004_mean2": ["--average", 2],
 }
 
 
@@ -352,8 +351,8 @@ def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluat
         assert (report["step"], report["key"]["dtype"]) == (int(label[5:13]), "float32")
         weights.append(report["key"]["weights"])
     assert len(evaluated) == len(list((run / "eval").iterdir())) == len(LABELS)
-    first, *last, mean = weights
-    assert len(set(last)) == 1 and len({first, *last, mean}) == 3  # the same weights, and others
+    first, *last = weights
+    assert len(set(last)) == 1 and first not in last  # of one checkpoint, and of another
 
 
 @pytest.fixture

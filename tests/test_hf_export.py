@@ -635,14 +635,12 @@ ROW = "| arc_easy | 20 | 0.2500 ± 0.0100 | 0.3000 ± 0.0200 | 0.2500 |  |\n"
 
 @pytest.fixture(scope="module")
 def run(module_tiny):
-    """A run of 4 steps with checkpoints 2 and 4, and what eval.downstream leaves for 4 and for the
-    mean.
-    """
+    """A run of 4 steps with checkpoints 2 and 4, and what eval.downstream leaves for 4."""
     config = module_tiny("train.checkpoint_interval=2", "train.ema_decay=0.5")
     train.train(config)
-    for label, text in (("step_00000004", ROW), ("step_00000004_mean2", "results of the mean")):
-        (folder.path_of(config) / "eval" / label).mkdir(parents=True)
-        (folder.path_of(config) / "eval" / label / "table.md").write_text(text)
+    results = folder.path_of(config) / "eval/step_00000004"
+    results.mkdir(parents=True)
+    (results / "table.md").write_text(ROW)
     return folder.path_of(config)
 
 
@@ -676,9 +674,7 @@ def test_export_and_check(run, tmp_path, call):
 
 
 def test_other_weights_behind_a_link(run, tmp_path, call):
-    """An early checkpoint, the running mean, and the mean of two in half precision: their weights
-    and cards.
-    """
+    """An early checkpoint, and the running mean in half precision: their weights and cards."""
     (tmp_path / "out").symlink_to(tmp_path / "behind")
     said = call(export.main, run, tmp_path / "out", "--checkpoint", 2)
     assert said.startswith(f"{tmp_path / 'out'}: {run} at step 2\n")
@@ -696,13 +692,12 @@ def test_other_weights_behind_a_link(run, tmp_path, call):
         assert tensor.equal(wanted[name]), name
     card = (tmp_path / "ema/README.md").read_text()
     assert "EMA of decay 0.5 of step 4" in card and "None yet: `python -m eval.d" in card
-    call(export.main, run, tmp_path / "mean", "--average", 2, "--dtype", "bfloat16", "--check")
-    card = (tmp_path / "mean/README.md").read_text()
-    assert "mean of 2 checkpoints of step 4, in bfloat16." in card and "results of the mean" in card
+    call(export.main, run, tmp_path / "half", "--ema", "--dtype", "bfloat16", "--check")
+    assert "EMA of decay 0.5 of step 4, in bfloat16." in (tmp_path / "half/README.md").read_text()
 
 
-@pytest.mark.parametrize("average, file_bytes", [(1, 20_000), (2, 4 * (257 + 32) * 32)])
-def test_an_export_in_several_files(run, tmp_path, monkeypatch, call, average, file_bytes):
+@pytest.mark.parametrize("ema, file_bytes", [(False, 20_000), (True, 4 * (257 + 32) * 32)])
+def test_an_export_in_several_files(run, tmp_path, monkeypatch, call, ema, file_bytes):
     """Of a run that is read weight by weight: the weights of `load_model`.
 
     No file is larger than allowed, but for one of a single weight; both embeddings just fit.
@@ -710,15 +705,15 @@ def test_an_export_in_several_files(run, tmp_path, monkeypatch, call, average, f
     assert export.FILE_BYTES == 5 * 10**9  # "above 5 GB several files"
     monkeypatch.setattr(export, "FILE_BYTES", file_bytes)
     out = tmp_path / "out"
-    call(export.main, run, out, "--average", average)
+    call(export.main, run, out, *["--ema"][: int(ema)])
     files = [load_file(path) for path in sorted(out.glob("model-0*.safetensors"))]
     sizes = [sum(tensor.nbytes for tensor in file.values()) for file in files]
     for size, file in zip(sizes, files, strict=True):
         assert size <= file_bytes or len(file) == 1
-    assert 3 <= len(files) <= 8 and len(files[0]) == average  # the embeddings
+    assert 3 <= len(files) <= 8 and len(files[0]) == 1 + ema  # the embeddings
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(sizes)
-    own = load_model(run, average=average).model
+    own = load_model(run, ema=ema).model
     tensors = read_tensors(out, {})
     wanted = FORMATS["nanokern"].from_own(own.state_dict(), own.config)
     assert hash_tensors(tensors) == hash_tensors(wanted)

@@ -372,4 +372,3 @@ def test_commands_take_the_mean(tiny, tmp_path, call):
     exported = load_file(tmp_path / "out/model.safetensors").values()
     mean = load_model(trained, ema=True).model.wte.weight
     assert any(tensor.shape == mean.shape and tensor.equal(mean) for tensor in exported)
-    assert "--ema with --average 2" in call(sample.main, trained, "--ema", "--average", 2, code=2)

@@ -188,9 +188,7 @@ def test_weights_and_data_are_said(dense_run, tmp_path, score, monkeypatch, corp
     """Which mean, a set here before one in data.dir, and that a set is no longer the same."""
     monkeypatch.chdir(tmp_path)
     write_set(tmp_path / "tiny", ByteTokenizer(), 99)
-    mean = ["--average", 2, "--data", "tiny"]
-    (line,), printed = score(*mean, label="step_00000004_mean2")
-    assert "val_loss.json: mean of 2 checkpoints\n" in printed
+    (line,), _ = score("--data", "tiny")
     facts = {"run": "dense", "step": 4, "data": "tiny", "split": "val", "windows": 3}
     assert {key: line[key] for key in facts} == facts
     (ema,), printed = score("--ema", label="step_00000004_ema")
@@ -237,7 +235,7 @@ ERRORS = {
     "RUN --data HERE/small": "20 tokens, but one window of block_size 32 needs 33",
     "RUN --data HERE/damaged": "damaged/val-00000.bin: expected sha256",
     "HERE/moved": "HERE/gone/tiny: no such data set. Prepare it",
-    "RUN HERE/short": "short and RUN differ in tokenizers, sets or windows: name the set",
+    "RUN HERE/short": "short and RUN differ in model.block_size: or score",
     "RUN HERE/short.txt": "HERE/short.txt",
 }
 

@@ -385,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.check:
         require_packages("transformers", requirements="requirements/dev.txt")
-    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema, lazy=True)
+    trained, tokenizer = load_run(args.run, args.step, args.ema, lazy=True)
     export_run(trained, tokenizer, args.out, args.format, args.dtype)
     print(f"{args.out}: {args.run} at step {trained.step}")
     if trained.config.model.vocab_size == tokenizer.vocab_size:
