@@ -46,9 +46,9 @@ from data.bins import (
 )
 from data.encode import Encoded, Encoder, choose_split
 from data.readers import Input
-from data.round_trip import check_loss, compare_with_transformers, describe_loss
+from data.round_trip import check_loss, describe_loss
 from data.sources import LIST, SOURCES, hub_inputs, local_inputs, stdlib_inputs
-from data.tokenizer import END_OF_TEXT, TOKENIZER_FILE, FileTokenizer, identity, load_tokenizer
+from data.tokenizer import END_OF_TEXT, TOKENIZER_FILE, identity, load_tokenizer
 from data.workers import Position, encode_inputs
 from data.writer import PROGRESS_FILE, Writer, refuse_foreign_files, remove_leftovers
 
@@ -197,8 +197,6 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     times = read_times(inputs)
     print(*notes, sep="\n", end="\n" if notes else "")
     tokenizer = load_tokenizer(args.tokenizer, args.bpe_ranks)
-    if isinstance(tokenizer, FileTokenizer):
-        compare_with_transformers(tokenizer, Path(args.tokenizer))
     encoder = Encoder(tokenizer, args.val_fraction, args.text_field, args.skip_bad)
     split = "documents"
     if is_remote(args):

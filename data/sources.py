@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from common.files import check_regular
 from common.text import first_line
-from data import BARE_TOKENS, DataError
-from data.readers import JSON, KINDS, Input, is_text
+from data import DataError
+from data.readers import BYTE_ORDER_MARK, DECOMPRESS, KINDS, OTHER, Input, is_text
 
 
 class Source(NamedTuple):
@@ -40,7 +41,6 @@ STDLIB_SKIPS = {
 }
 # files of the Hugging Face hub and of `datasets` that describe a data set
 CARD_FILES = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
-DATA_FILES = tuple(kind for kind in KINDS if kind.startswith((*JSON, ".parquet")))
 
 
 def stdlib_inputs() -> list[Input]:
@@ -75,28 +75,39 @@ def local_inputs(
     for path in paths:
         if not path.exists():
             raise DataError(f"{path}: no such file or folder: correct {option}")
-        if not path.is_dir():
-            if not can_read(path, any_text):
-                raise DataError(_explain_nothing(path, path.suffix == ".bin", option))
-            inputs.append(make_input(path, path.parent))
-            continue
+        check_regular(path)
+        is_folder = path.is_dir()
         read: Counter[str] = Counter()
         left: Counter[str] = Counter()
-        for file in sorted(_walk(path)):
-            ending = file.suffix.lower() or "without an ending"
-            if file.name.startswith("."):  # such as .git
+        for file in sorted(_walk(path)) if is_folder else [path]:
+            kind = name_kind(file)
+            if is_folder and file.name.startswith("."):  # such as .git
                 left["hidden"] += 1
-            elif _is_card(file):
+            elif is_folder and _is_card(file):
                 left["cards of data sets"] += 1
             elif can_read(file, any_text):
-                read[ending] += 1
-                inputs.append(make_input(file, path))
+                read[kind] += 1
+                inputs.append(make_input(file, path if is_folder else path.parent))
             else:
-                left[ending] += 1
+                left[kind] += 1
+        remedies = {words: None for ending, words in OTHER.items() if left[ending]}
+        about_left = f"left: {'. '.join([count_names(left), *remedies])}"
         if not read:
-            raise DataError(_explain_nothing(path, left[".bin"] > 0, option))
-        notes.append(f"{path}: read: {count_names(read)}; left: {count_names(left)}")
+            raise DataError(
+                f"{path}: no file of a known kind ({' '.join(KINDS)}) or of UTF-8 text: name "
+                f"another {option}, or convert it. {about_left}"
+            )
+        if is_folder:
+            notes.append(f"{path}: read: {count_names(read)}; {about_left}")
     return inputs, notes
+
+
+def name_kind(path: Path) -> str:
+    """The end of a file's name without that of a compression: `.jsonl` of `a.JSONL.gz`."""
+    name = Path(path.name.lower())
+    if name.suffix in DECOMPRESS:
+        name = name.with_suffix("")
+    return name.suffix or "without an ending"
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -107,11 +118,10 @@ def _walk(folder: Path) -> Iterator[Path]:
 
     visited = set()
     for root, folders, files in os.walk(folder, followlinks=True, onerror=fail):
-        state = os.stat(root)
-        if (state.st_dev, state.st_ino) in visited:  # by a link
+        if os.path.realpath(root) in visited:  # by a link
             folders.clear()
             continue
-        visited.add((state.st_dev, state.st_ino))
+        visited.add(os.path.realpath(root))
         hidden = [name for name in folders if name.startswith(".")]
         folders[:] = sorted(set(folders) - set(hidden))
         yield from (Path(root, name) for name in files + hidden)
@@ -120,34 +130,17 @@ def _walk(folder: Path) -> Iterator[Path]:
 def can_read(path: Path, any_text: bool) -> bool:
     """Return True if a file is of a known kind; with `any_text` also if it is text."""
     path.stat()  # a broken link is an error
-    if not path.is_file():
+    if not path.is_file() or name_kind(path) in OTHER:
         return False
     return path.name.lower().endswith(KINDS) or (any_text and is_text(path))
 
 
 def _is_card(path: Path) -> bool:
-    """Return True if a file of a folder describes a data set and is no text of it."""
+    """Return True if a file of a folder describes a data set of the hub and is no text of it."""
     if path.name.lower() != "readme.md":
         return path.name.lower() in CARD_FILES
-    if any(other.name.lower().endswith(DATA_FILES) for other in path.parent.iterdir()):
-        return True
     with path.open("rb") as file:
-        return file.read(6).removeprefix(b"\xef\xbb\xbf").startswith(b"---")  # the hub's header
-
-
-def _explain_nothing(path: Path, has_bins: bool, option: str) -> str:
-    """The error of a path without a file that can be read."""
-    if not path.is_dir() and not path.is_file():
-        return (
-            f"{path}: a pipe, socket or device, which cannot be read twice: copy it to a file "
-            f"and name that with {option}"
-        )
-    if has_bins:
-        return f"{path}: {BARE_TOKENS} and name it with {option}"
-    return (
-        f"{path}: no file of a known kind ({' '.join(KINDS)}) or of UTF-8 text: name another "
-        f"{option}, or convert it; unpack an archive (tar -xf, unzip) and name its folder"
-    )
+        return file.read(6).removeprefix(BYTE_ORDER_MARK).startswith(b"---")  # the hub's header
 
 
 def count_names(counts: Counter[str]) -> str:

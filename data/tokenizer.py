@@ -183,7 +183,7 @@ def hide_special_tokens(body: dict, eot: int) -> dict:
     model = body["model"]
     model.pop("dropout", None)
     hidden = {}  # new names by the old ones
-    for token in body.get("added_tokens") or []:
+    for token in body["added_tokens"]:
         is_byte = model.get("byte_fallback") and BYTE_TOKEN.fullmatch(token["content"])
         if (token["special"] or token["id"] == eot) and not is_byte:
             hidden[token["content"]] = f"\uf8ffspecial token {token['id']}\uf8ff"
@@ -195,13 +195,6 @@ def hide_special_tokens(body: dict, eot: int) -> dict:
         model["vocab"] = [[hidden.get(token, token), score] for token, score in model["vocab"]]
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
-    if model.get("merges"):
-        merges = []
-        for merge in model["merges"]:
-            left, right = merge.split(" ") if isinstance(merge, str) else merge
-            if hidden.keys().isdisjoint((left, right, left + right)):
-                merges.append(merge)
-        model["merges"] = merges
     return body
 
 
@@ -216,66 +209,72 @@ def find_unknown_id(model: dict) -> int | None:
 def read_tokenizer_folder(folder: Path) -> FileTokenizer:
     """The tokenizer of a model's folder: tokenizer.json, and the token that ends a document.
 
-    That is eos_token_id of config.json, else eos_token of tokenizer_config.json. Raises DataError
-    if a file is missing or unreadable, or the token cannot end a document, see `find_eot`.
+    Raises DataError if a file is missing or unreadable, or no token can end a document, see
+    `find_eot`.
     """
-    name = folder.resolve().name
-    files = {}
+    contents = []
     try:
-        for file in (TOKENIZER_FILE, "config.json", "tokenizer_config.json"):
-            check_regular(folder / file)
-            if file == TOKENIZER_FILE or (folder / file).exists():
-                files[file] = (folder / file).read_bytes()
-        ids = json.loads(files.get("config.json", "{}")).get("eos_token_id")
-        token = json.loads(files.get("tokenizer_config.json", "{}")).get("eos_token")
-        tokenizer = FileTokenizer(name, files[TOKENIZER_FILE], -1)
+        for name in (TOKENIZER_FILE, "config.json", "tokenizer_config.json"):
+            check_regular(folder / name)
+            if name == TOKENIZER_FILE or (folder / name).exists():
+                contents.append((folder / name).read_bytes())
+            else:
+                contents.append(b"{}")
+        eot = find_eot(*map(json.loads, contents))
+        return FileTokenizer(folder.resolve().name, contents[0], eot)
+    except DataError as error:
+        raise DataError(f"{folder}: {error}") from None
     except Exception as error:  # `tokenizers` raises plain Exceptions
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(
             f"{folder}: cannot be read as a tokenizer ({reason}); it needs the library tokenizers, "
             f"{TOKENIZER_FILE} and config.json with eos_token_id, which ends a document"
         ) from error
-    if not isinstance(ids, list):
-        ids = [] if ids is None else [ids]
-    if isinstance(token, dict):
-        token = token["content"]
-    return FileTokenizer(name, files[TOKENIZER_FILE], find_eot(folder, tokenizer, ids, token))
 
 
-def find_eot(folder: Path, tokenizer: FileTokenizer, ids: list, name: str | None) -> int:
-    """Choose the id that ends a document.
+def find_eot(body: dict, config: dict, settings: dict) -> int:
+    """The id that ends a document: eos_token_id of config.json, else tokenizer_config's eos_token.
 
     Args:
-        folder: of the tokenizer, for messages.
-        tokenizer: its file.
-        ids: eos_token_id of config.json, empty if it has none.
-        name: eos_token of tokenizer_config.json, None if it has none.
+        body: of tokenizer.json.
+        config: of config.json, empty if there is none.
+        settings: of tokenizer_config.json, empty if there is none.
 
     Raises:
-        DataError: names the candidates. There is none, config.json and tokenizer_config.json
-            disagree, or the token is an ordinary one, which texts contain.
+        DataError: names the candidates. There is none, the files disagree, or the token is an
+            ordinary one, which texts contain.
     """
-    added = tokenizer.file.get_added_tokens_decoder()
-    named = None if name is None else tokenizer.file.token_to_id(name)
-    eot = ids[0] if ids else named
-    if eot is None:
+    added = {token["id"]: token["content"] for token in body["added_tokens"]}
+    name = settings.get("eos_token")
+    if isinstance(name, dict):
+        name = name["content"]
+    named = [i for i, content in added.items() if content == name]
+    ids = config.get("eos_token_id")
+    if ids is None:
+        ids = named
+    elif not isinstance(ids, list):
+        ids = [ids]
+    unknown = find_unknown_id(body["model"])
+    if not ids:
         fault = (
             "neither config.json's eos_token_id nor tokenizer_config.json's eos_token names a "
             f"token of {TOKENIZER_FILE} that ends a document"
         )
-    elif ids and named is not None and named not in ids:
-        fault = f"config.json's eos_token_id is {eot}, tokenizer_config.json's eos_token {named}"
-    elif eot == tokenizer.unk:
-        fault = f"eos_token_id {eot} also stands for unknown text"
-    elif type(eot) is not int or eot not in added:
-        fault = f"eos_token_id {eot} is none of added_tokens, so texts may contain it"
+    elif named and named[0] not in ids:
+        fault = (
+            f"config.json's eos_token_id is {ids[0]}, tokenizer_config.json's eos_token {named[0]}"
+        )
+    elif ids[0] == unknown:
+        fault = f"eos_token_id {ids[0]} also stands for unknown text"
+    elif type(ids[0]) is not int or ids[0] not in added:
+        fault = f"eos_token_id {ids[0]} is none of added_tokens, so texts may contain it"
     else:
-        return eot
-    candidates = [f"{i} ({added[i].content})" for i in sorted(added) if i != tokenizer.unk]
+        return ids[0]
+    candidates = [f"{i} ({added[i]})" for i in sorted(added) if i != unknown]
     remedy = f"set config.json's eos_token_id to one of {', '.join(candidates[:20])}"
     if not candidates:
         remedy = "its added_tokens have none that can end a document; use another tokenizer"
-    raise DataError(f"{folder}: {fault}; {remedy}")
+    raise DataError(f"{fault}; {remedy}")
 
 
 Tokenizer = ByteTokenizer | GPT2Tokenizer | FileTokenizer
