@@ -46,9 +46,8 @@ class Metrics:
     tracker gets the lines that exist and each new one, the new ones with their arrays; if it fails
     it is dropped with one printed line.
 
-    If a file cannot be written, such as on a full disk, one warning is printed and training goes
-    on: the lines wait, and each new one tries again. `sync`, before a checkpoint, and `close` raise
-    RunError, so that no checkpoint is saved whose lines are lost.
+    If a file cannot be written, such as on a full disk, each method raises RunError: the run ends,
+    and no checkpoint is saved whose lines are lost.
     """
 
     def __init__(self, folder: str | Path, resume_step: int, tracker: Any = None) -> None:
@@ -62,9 +61,7 @@ class Metrics:
         self.old = Path(folder, "metrics.old.jsonl")
         self.arrays = Path(folder, "arrays")
         self.tracker = tracker
-        self.pending_lines = b""
         self.pending_arrays: dict[str, dict[int, Line]] = {"val": {}, "router": {}}  # by step
-        self.failing = False  # a warning was printed: one is enough
         lines = read_metrics(self.path)
         kept = [line for line in lines if line["step"] <= resume_step]
         if len(kept) < len(lines):
@@ -108,27 +105,23 @@ class Metrics:
                 self.pending_arrays[prefix_of(name)].setdefault(step, {})[name] = host_value
             else:
                 line[name] = host_value
-        self.pending_lines += json.dumps(line).encode() + b"\n"
-        try:
-            # Arrays come before the line, which says that this evaluation is done.
-            self._write(arrays=bool(self.pending_arrays["val"]))
-        except RunError as error:
-            if not self.failing:
-                tqdm.write(
-                    f"warning: {self.path}: lines cannot be written ({error.__cause__}). They wait "
-                    "in memory; make room before the next checkpoint, which is refused without them"
-                )
-            self.failing = True
+        # Arrays come before the line, which says that this evaluation is done.
+        if self.pending_arrays["val"]:
+            self._write_arrays()
+        with describe_write_errors(self.path):
+            unwritten = memoryview(json.dumps(line).encode() + b"\n")
+            while unwritten:  # a part may fit on the disk
+                unwritten = unwritten[self.file.write(unwritten) :]
         self._call_tracker("log", line | arrays)
 
     def sync(self) -> None:
         """Make every line and array so far survive a power failure; RunError if that fails."""
-        self._write(arrays=True)
+        self._write_arrays()
         with describe_write_errors(self.path):
             os.fsync(self.file.fileno())
 
     def close(self, failed: bool = False) -> None:
-        """Write all that is pending, close the file, end the tracker's run as `failed` or not."""
+        """Write the pending arrays, close the file, end the tracker's run as `failed` or not."""
         try:
             self.sync()
         except RunError:
@@ -138,26 +131,14 @@ class Metrics:
             self.file.close()
             self._call_tracker("finish", int(failed))
 
-    def _write(self, arrays: bool) -> None:
-        """Write the pending lines, before them `arrays`. After a RunError they still wait."""
-        if arrays:
-            for prefix, rows in self.pending_arrays.items():
-                if rows:
-                    self._write_arrays(prefix, rows)
-                rows.clear()
-        with describe_write_errors(self.path):
-            length = os.fstat(self.file.fileno()).st_size
-            unwritten = memoryview(self.pending_lines)
-            try:
-                while unwritten:
-                    unwritten = unwritten[self.file.write(unwritten) :]
-            except OSError:
-                self.file.truncate(length)  # no half of a line
-                raise
-        self.pending_lines = b""
-        self.failing = False
+    def _write_arrays(self) -> None:
+        """Write the pending arrays; after a RunError they still wait."""
+        for prefix, rows in self.pending_arrays.items():
+            if rows:
+                self._write_array_file(prefix, rows)
+            rows.clear()
 
-    def _write_arrays(self, prefix: str, rows: dict[int, Line]) -> None:
+    def _write_array_file(self, prefix: str, rows: dict[int, Line]) -> None:
         """Write the arrays of some steps to one file; RunError if that fails."""
         arrays = {"step": np.array(list(rows))}
         for name in next(iter(rows.values())):  # all have the same

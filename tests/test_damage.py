@@ -104,8 +104,8 @@ def test_damage_is_a_line_and_an_exit_code(world, tmp_path, capsys, file, comman
     text = printed.out + printed.err
     assert "Traceback" not in text
     assert code in (0, 1, 2), text
-    if file.endswith(HASHED):
-        assert code or "damaged" in text, text
+    if file.endswith(HASHED) or (file.endswith("config.toml") and damage != "flipped"):
+        assert code or "damaged" in text or "left out" in text, text
     if code == 2:
         assert printed.err.startswith("error: "), printed.err
         assert any(part in text for part in (file, str(path.parent))), text

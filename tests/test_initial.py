@@ -1,7 +1,4 @@
-"""Initial weights: each rank draws one tensor at a time and keeps its shard.
-
-One job of four ranks (CPU, gloo) builds all models.
-"""
+"""Initial weights: each rank draws one tensor at a time and keeps its shard."""
 
 import ctypes
 import re
@@ -22,29 +19,6 @@ from runtime.parallel import distribute, local_part
 from runtime.state import build_model, initialize
 
 M_MMAP_THRESHOLD = -3  # malloc.h
-WAYS = [  # train.parallel, ranks of a node, train.expert_parallel
-    ("ddp", 4, 1),
-    ("zero2", 4, 1),
-    ("fsdp", 4, 1),
-    ("hsdp", 2, 1),
-    ("ddp", 4, 2),
-    ("ddp", 4, 4),
-    ("fsdp", 4, 2),
-    ("fsdp", 4, 4),
-    ("hsdp", 2, 2),
-]
-MODELS = [
-    ["model.router=kern", "model.bias=true", "model.gate_norm=1.0"],
-    [
-        "model.router=kern-mc",
-        "model.n_shared_expert=1",
-        "model.n_hash_layer=1",
-        "model.tie_embeddings=false",
-        "optim.transfer=mup",
-        "optim.base_width=16",
-        "optim.base_hidden=8",
-    ],
-]
 
 
 def peak_memory(name: str) -> int:

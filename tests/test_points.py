@@ -77,15 +77,15 @@ def test_a_wrong_axis_fails_before_the_first_run(write, axis, names):
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides"),
+    "text",
     [
-        ("sweep.run.seed = [1, 1]", []),
-        ("run.name = 'x'\nsweep.run.seed = [1, 2]", []),
-        ('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 16]]', []),
+        "sweep.run.seed = [1, 1]",
+        "run.name = 'x'\nsweep.run.seed = [1, 2]",
+        'sweep."model.n_expert, model.top_k" = [[64, 16], [64, 16]]',
     ],
 )
-def test_points_never_share_a_folder(write, text, overrides):
-    message = refuse(sweep_points, write(text), overrides)
+def test_points_never_share_a_folder(write, text):
+    message = refuse(sweep_points, write(text))
     assert "two points would write to runs/" in message and "leave run.name unset" in message
     assert len(sweep_points(write("run.name = 'x'\nsweep.run.dir = ['a', 'b']"))) == 2
 
@@ -102,13 +102,11 @@ def test_linked_keys_take_their_values_row_by_row(write):
     names = [load(file, point).run.name for point in sweep_points(file)]
     assert names == [f"g-kern-n_expert{n}-top_k{k}" for n, k in ((32, 4), (64, 8), (64, 16))]
     file = write(LINKED, "g.toml")
-    text = refuse(load, file, ["--model.top_k=2"])  # they are overridden together
+    given = ["--model.top_k=2"]
+    text = refuse(load, file, given)  # they are overridden together
     assert "are linked, set all of them or none; add " in text
-    text = refuse(load, file, ["--model.top_k=2", "--model.n_expert=8"])
-    assert "are linked, set all of them or none; add --model.expert_hidden=VALUE" in text
-    text = refuse(load, file, ["--model.top_k=2"])
-    given = ["--model.top_k=2", *re.findall(r"--\S+=", text.replace("VALUE", ""))]
-    given[1:] = [f"{override}16" for override in given[1:]]
+    given += [f"{override}16" for override in re.findall(r"--\S+=", text.replace("VALUE", ""))]
+    assert len(given) == 3
     assert [load(file, point).model.n_expert for point in sweep_points(file, given)] == [16]
 
 
@@ -121,10 +119,5 @@ def test_a_list_on_the_command_line_is_an_axis(write):
     names = [load(file, point).run.name for point in points]
     assert names == [f"x-{router}-lr0.5-seed{seed}" for router, seed in rows]
     assert len(sweep_points(file, ['--model.router=["kern"]'])) == 2
-    wrong = {
-        '[0, "x"]': "run.seed = 'x': ",
-        "[]": "run.seed = []: expected a list of values",
-    }
-    for override, names in wrong.items():
-        text = refuse(sweep_points, file, [f"--run.seed={override}"])
-        assert text.startswith("command line: ") and names in text
+    text = refuse(sweep_points, file, ['--run.seed=[0, "x"]'])
+    assert text.startswith("command line: ") and "run.seed = 'x': " in text

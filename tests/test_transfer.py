@@ -16,32 +16,23 @@ from runtime.state import build_model, initialize
 STD = 0.06
 OUT = STD / math.sqrt(2 * 2)  # of residual projections in a base of two layers
 DECAY = 0.5
-# {end of a name: (std, or value of a vector; rate under AdamW; rate under Muon)} for m times the
-# base's width, h times its hidden width and d times its depth. The gates of sqrtgate have norm 1
-# and count as √K = 2.
+# (std, or value of a vector; rate under AdamW; rate under Muon) for m times the base's width, h
+# times its hidden width and d times its depth. Gates of sqrtgate have norm 1, count as √K = 2.
+INPUT = ("attn.qkv.weight", "mlp.w_in.weight", "shared.w_in.weight", "experts.w_in")
 TABLE = {
-    "wte.weight": lambda m, h, d: (STD, 1, 1),
-    "wpe.weight": lambda m, h, d: (STD, 1, 1),
-    "lm_head.weight": lambda m, h, d: (STD, 1, 1),
-    "ln_f.weight": lambda m, h, d: (1 / m, 1 / m, 1 / m),
-    "ln_f.bias": lambda m, h, d: (0, 1 / m, 1 / m),
-    "ln_1.weight": lambda m, h, d: (1, 1, 1),
-    "ln_1.bias": lambda m, h, d: (0, 1, 1),
-    "ln_2.weight": lambda m, h, d: (1, 1, 1),
-    "ln_2.bias": lambda m, h, d: (0, 1, 1),
-    "attn.qkv.weight": lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
-    "attn.qkv.bias": lambda m, h, d: (0, 1, 1),
-    "attn.proj.weight": lambda m, h, d: (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
-    "attn.proj.bias": lambda m, h, d: (0, 1 / d, 1 / d),
-    "router.weight": lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m),
-    "mlp.w_in.weight": lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
-    "mlp.w_in.bias": lambda m, h, d: (0, 1, 1),
-    "mlp.w_out.weight": lambda m, h, d: (OUT / h**0.5 / d, 1 / h / d, 1 / h**0.5 / d),
-    "mlp.w_out.bias": lambda m, h, d: (0, 1 / d, 1 / d),
-    "shared.w_in.weight": lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
-    "shared.w_out.weight": lambda m, h, d: (OUT / h**0.5 / d, 1 / h / d, 1 / h**0.5 / d),
-    "experts.w_in": lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
-    "experts.w_out": lambda m, h, d: (2 * OUT / h**0.5 / d, 2 / h / d, 2 / h**0.5 / d),
+    ("wte.weight", "wpe.weight", "lm_head.weight"): lambda m, h, d: (STD, 1, 1),
+    ("ln_f.weight",): lambda m, h, d: (1 / m, 1 / m, 1 / m),
+    ("ln_f.bias",): lambda m, h, d: (0, 1 / m, 1 / m),
+    ("ln_1.weight", "ln_2.weight"): lambda m, h, d: (1, 1, 1),
+    ("ln_1.bias", "ln_2.bias", "qkv.bias", "mlp.w_in.bias"): lambda m, h, d: (0, 1, 1),
+    INPUT: lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
+    ("router.weight",): lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m),
+    ("attn.proj.weight",): lambda m, h, d: (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
+    ("attn.proj.bias", "mlp.w_out.bias"): lambda m, h, d: (0, 1 / d, 1 / d),
+    ("mlp.w_out.weight", "shared.w_out.weight"): lambda m, h, d: (
+        (OUT / h**0.5 / d, 1 / h / d, 1 / h**0.5 / d)
+    ),
+    ("experts.w_out",): lambda m, h, d: (2 * OUT / h**0.5 / d, 2 / h / d, 2 / h**0.5 / d),
 }
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 
@@ -88,11 +79,12 @@ def test_sizes_and_rates_are_of_the_table(name, m, h, d, router):
     optimizer = build_optimizer(gpt, optim)
     checked = set()
     for parameter, p in gpt.named_parameters():
-        (end,) = [end for end in TABLE if parameter.endswith(end)]
-        checked.add(end)
-        size, by_adamw, by_muon = TABLE[end](m, h, d)
+        (ends,) = [ends for ends in TABLE if parameter.endswith(ends)]
+        checked |= {end for end in ends if parameter.endswith(end)}
+        size, by_adamw, by_muon = TABLE[ends](m, h, d)
         rate = by_muon if name == "muon" else by_adamw
-        if end == "router.weight":
+        is_router = ends == ("router.weight",)
+        if is_router:
             rate *= 0.25
         (group,) = [
             group for group in optimizer.param_groups if any(p is q for q in group["params"])
@@ -103,11 +95,10 @@ def test_sizes_and_rates_are_of_the_table(name, m, h, d, router):
             assert group["weight_decay"] == 0
             continue
         assert p.std().item() == pytest.approx(size, rel=4 / math.sqrt(2 * p.numel())), parameter
-        decay = DECAY * 0.25 if end == "router.weight" else DECAY
+        decay = DECAY * 0.25 if is_router else DECAY
         assert group["lr_ratio"] * group["weight_decay"] == pytest.approx(decay), parameter
-    of_dense = {end for end in TABLE if end.startswith("mlp.")}
-    of_experts = {end for end in TABLE if end.startswith(("router", "shared", "experts"))}
-    assert checked == TABLE.keys() - (of_experts if router == "dense" else of_dense)
+    others = ("router", "shared", "experts") if router == "dense" else ("mlp.",)
+    assert checked == {end for ends in TABLE for end in ends if not end.startswith(others)}
 
 
 def train(model: Model, optim: Optim, n_step: int = 5, dtype=torch.float32) -> tuple[list, GPT]:
