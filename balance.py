@@ -19,7 +19,10 @@ MARGIN_BINS = 1000
 
 
 class Stats(NamedTuple):
-    """Measures of a model's L layers with experts; without the dimension L, of one layer."""
+    """Measures of a model's L layers with experts; without the dimension L, of one layer.
+
+    `Router.fused` computes all but `margins`, in this order.
+    """
 
     loads: Tensor  # (L, B, E) int64, tokens of each sequence that chose each expert
     # (L, B, E) mean over a sequence's tokens of `token_distribution`, with gradient
@@ -75,16 +78,6 @@ MEASURES = {
 }
 # fields of Stats that are added up, in the order of MEASURES
 MEASURED_FIELDS = [measure.field for measure in MEASURES.values() if measure.field]
-# computed by `Router.fused`, in its order
-FUSED_FIELDS = (
-    "loads",
-    "probability",
-    "z_loss",
-    "entropy",
-    "zero_gates",
-    "gate_square",
-    "gate_sum",
-)
 
 
 def summarize_routing(prefix: str, loads: Tensor, fields: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -130,30 +123,22 @@ def token_distribution(routing: Routing) -> Tensor:
 
 
 def measure(routing: Routing, n_sequence: int) -> Stats:
-    """Compute the statistics of tokens that form `n_sequence` sequences."""
-    if routing.stats is None:
-        fields = measure_in_torch(routing, n_sequence)
-    else:
-        fields = dict(zip(FUSED_FIELDS, routing.stats, strict=True))
-    # A metric that `Router.fused` does not compute is added to `fields` here.
-    return Stats(**fields)
-
-
-def measure_in_torch(routing: Routing, n_sequence: int) -> dict[str, Tensor]:
-    """The FUSED_FIELDS of Stats."""
+    """Compute the statistics of tokens that form `n_sequence` sequences, except margins."""
+    if routing.stats is not None:
+        return Stats(*routing.stats)
     n_token, top_k = routing.experts.shape
     n_expert = routing.scores.shape[1]
     gates = routing.weights.detach()  # (N, K)
     distribution = token_distribution(routing)  # (N, E)
-    return {
-        "loads": expert_loads(routing.experts.view(n_sequence, -1, top_k), n_expert),
-        "probability": distribution.view(n_sequence, -1, n_expert).mean(1),
-        "z_loss": z_loss(routing),
-        "entropy": entropy(distribution),
-        "zero_gates": (gates == 0).float().mean(),
-        "gate_square": gates.square().sum() / n_token,
-        "gate_sum": gates.sum() / n_token,
-    }
+    return Stats(
+        loads=expert_loads(routing.experts.view(n_sequence, -1, top_k), n_expert),
+        probability=distribution.view(n_sequence, -1, n_expert).mean(1),
+        z_loss=z_loss(routing),
+        entropy=entropy(distribution),
+        zero_gates=(gates == 0).float().mean(),
+        gate_square=gates.square().sum() / n_token,
+        gate_sum=gates.sum() / n_token,
+    )
 
 
 def balance_loss(probability: Tensor, loads: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class MoE(nn.Module):
         self.router.linear = partial(linear, backend=config.backend)
         self.counts_margins = False  # in training, for train.bias_update = "quantile"
         self.experts = Experts(config)
-        # runtime.parallel.Exchange: starts to send tokens (N, C), gates and experts (N, K)
+        # runtime.parallel.start_journey: starts to send tokens (N, C), gates and experts (N, K)
         self.exchange: Callable[[Tensor, Tensor, Tensor], Any] | None = None
         self.shared = None
         if config.n_shared_expert:

@@ -66,21 +66,15 @@ def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
 
 def describe_rate_change(plan: Plan, step: int) -> str:
     """One line if changed settings move the rate of the step after `step`, else ""."""
-    changes = []
-    for line in plan.changes:
-        if line.startswith(("train.max_steps:", "optim.")):
-            changes.append(line)
-    old, new = plan.run.recorded, plan.config
-    if not changes or old is None:
+    rates = []
+    for config in (plan.run.recorded, plan.config):
+        if config is not None:
+            rate = learning_rate(config.optim, config.train.max_steps, step)
+            rates.append(f"{rate:.3g}")
+    if rates[0] == rates[-1]:
         return ""
-    old_lr = learning_rate(old.optim, old.train.max_steps, step)
-    new_lr = learning_rate(new.optim, new.train.max_steps, step)
-    if math.isclose(old_lr, new_lr, rel_tol=1e-3):  # more digits than are printed
-        return ""
-    return (
-        f"{'; '.join(changes)}: the learning rate of step {step + 1:,} is {new_lr:.3g} instead of "
-        f"{old_lr:.3g}"
-    )
+    changes = "; ".join(plan.changes)
+    return f"{changes}: the learning rate of step {step + 1:,} is {rates[1]} instead of {rates[0]}"
 
 
 def count_step_loads(state: TrainState, micro_batches: list[Batch]) -> Tensor:

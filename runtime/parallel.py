@@ -9,6 +9,7 @@ one micro-batch.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -113,31 +114,15 @@ class ReturnToTokens(torch.autograd.Function):
         return ctx.routes.send(d_tokens), None, None
 
 
-class Exchange:
-    """Starts to send a layer's tokens to the ranks of their experts; `MoE.exchange`."""
-
-    def __init__(self, n_expert: int, group: dist.ProcessGroup) -> None:
-        self.n_expert = n_expert
-        self.group = group
-
-    @torch.compiler.disable
-    def __call__(self, x: Tensor, gates: Tensor, experts: Tensor) -> "Journey":
-        return Journey(self.n_expert, self.group, x, gates, experts)
-
-
-class Journey:
+class Journey(NamedTuple):
     """The rows of a layer on their way to the ranks of their experts and back."""
 
-    def __init__(
-        self, n_expert: int, group: dist.ProcessGroup, x: Tensor, gates: Tensor, experts: Tensor
-    ) -> None:
-        """Start to send x (N, C) and gates (N, K) to experts (N, K), of E = `n_expert`."""
-        self.n_token = len(x)
-        self.routes, self.local_experts = plan_routes(experts, n_expert, group)
-        if torch.is_autocast_enabled(x.device.type):  # half the bytes
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        self.works: list[Any] = []
-        self.rows, self.gates = SendToExperts.apply(x, gates, self.routes, self.works)
+    routes: Routes
+    n_token: int
+    rows: Tensor  # (R, C) on this rank
+    gates: Tensor  # (R, 1)
+    local_experts: Tensor  # (R, 1) from 0
+    works: list[Any]  # to wait for before rows and gates are read
 
     def arrive(self) -> tuple[Tensor, Tensor, Tensor]:
         """The rows (R, C) on this rank, their gates (R, 1) and experts (R, 1) from 0."""
@@ -148,6 +133,19 @@ class Journey:
     def return_to_tokens(self, rows: Tensor) -> Tensor:
         """The sums (N, C) over each token's experts, from the experts' outputs (R, C)."""
         return ReturnToTokens.apply(rows, self.routes, self.n_token)
+
+
+@torch.compiler.disable
+def start_journey(
+    n_expert: int, group: dist.ProcessGroup, x: Tensor, gates: Tensor, experts: Tensor
+) -> Journey:
+    """Start to send x (N, C) and gates (N, K) to experts (N, K), of E = `n_expert`."""
+    routes, local_experts = plan_routes(experts, n_expert, group)
+    if torch.is_autocast_enabled(x.device.type):  # half the bytes
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    works: list[Any] = []
+    rows, row_gates = SendToExperts.apply(x, gates, routes, works)
+    return Journey(routes, len(x), rows, row_gates, local_experts, works)
 
 
 def plan_routes(experts: Tensor, n_expert: int, group: dist.ProcessGroup) -> tuple[Routes, Tensor]:
@@ -360,16 +358,10 @@ def plan_expert_grid(parallel: str, ranks: Ranks, n: int) -> dict[str, int]:
     along "replicate".
     """
     groups = ranks.world_size // n
-    shards = groups
-    if parallel == "ddp":
-        shards = 1
-    elif parallel == "hsdp":
-        shards = ranks.local_size // n
-    if shards == 1:
-        return {"replicate": groups, "expert": n}
-    if shards == groups:
-        return {"shard": groups, "expert": n}
-    return {"replicate": groups // shards, "shard": shards, "expert": n}
+    shards = {"ddp": 1, "hsdp": ranks.local_size // n}.get(parallel, groups)
+    sizes = {"replicate": groups // shards, "shard": shards}
+    used = {axis: size for axis, size in sizes.items() if size > 1} or {"replicate": 1}
+    return used | {"expert": n}
 
 
 def has_shards(expert_mesh: DeviceMesh) -> bool:
@@ -396,7 +388,7 @@ def share_experts(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
             shard = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
             setattr(mixture.experts, name, nn.Parameter(shard))
         n_expert = len(mixture.router.weight)
-        mixture.exchange = Exchange(n_expert, mesh.get_group())
+        mixture.exchange = partial(start_journey, n_expert, mesh.get_group())
 
 
 def average_gradients(
@@ -522,7 +514,7 @@ def set_gradient_sync(runner: nn.Module, parallel: str, last: bool) -> None:
             runner.set_requires_all_reduce(last)
 
 
-def reshard(model: GPT) -> None:
+def reshard(model: nn.Module) -> None:
     """Let the parameters of a sharded model be its shards again after a forward pass.
 
     FSDP2 leaves the gathered weights of some modules in their place. An optimizer built on these

@@ -14,12 +14,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from runtime import RunError
 from runtime.folder import RunFolder
 from runtime.optimizers import Optimizers
-from runtime.parallel import find_mesh, full_tensor, local_part
+from runtime.parallel import find_mesh, full_tensor, local_part, reshard
 
 FIRST_SCALE = 65536.0  # the first scale of torch's GradScaler
 MIN_SCALE = 1.0  # repeated halving would underflow the scale to 0 and make the weights NaN
@@ -245,10 +244,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                # the root keeps what it gathered for an evaluation, which would hide the exchange
-                module.reshard()
+        # the root keeps what it gathered for an evaluation, which would hide the exchange
+        reshard(self.model)
         for mean, weight in self._pairs():
             old_weight = weight.clone()
             weight.copy_(mean)

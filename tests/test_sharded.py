@@ -24,7 +24,6 @@ from runtime.distributed import Ranks, any_rank, check_agreement, gather, share_
 from runtime.memory import estimate_memory
 from runtime.optimizers import build_optimizer
 from runtime.parallel import (
-    Exchange,
     copy_shard,
     distribute,
     draw_normal,
@@ -32,6 +31,7 @@ from runtime.parallel import (
     gather_model,
     local_part,
     set_gradient_sync,
+    start_journey,
     warm_up_ddp_buckets,
     without_parameters,
 )
@@ -211,8 +211,8 @@ def test_gates_travel_unrounded_under_autocast():
 
     def act(ranks: Ranks) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            exchange = Exchange(4, ranks.control)
-            journey = exchange(torch.zeros(6, 3), gates[ranks.rank], experts[ranks.rank])
+            rows = (torch.zeros(6, 3), gates[ranks.rank], experts[ranks.rank])
+            journey = start_journey(4, ranks.control, *rows)
             return journey.arrive()[1]
 
     arrived = torch.cat(run_ranks(2, act)).flatten()
