@@ -190,19 +190,14 @@ def forward_backward(
 def train(
     config: configure.Config,
     stop: Stop | None = None,
-    open_tasks: OpenTasks | None = None,
     notes: Iterable[str] = (),
-    read_weights: ReadWeights | None = None,
 ) -> None:
     """Train the run that `config` describes, from its newest intact checkpoint on.
 
     Args:
         config: checked settings (`configure.load`).
         stop: its `asked` ends the run at a checkpoint; it may be set at any time, by any rank.
-        open_tasks: `eval.in_loop.TaskScores`, which scores the model on eval.tasks; only they need
-            it.
         notes: lines to print after all checks.
-        read_weights: `hf.init_from.read_initial_weights`; only train.init_from needs it.
 
     Raises:
         RunError: the run cannot start or continue.
@@ -215,7 +210,8 @@ def train(
         return distributed.print_once(finished)
     if config.train.deterministic:
         distributed.make_deterministic()
-    plan = plan_run(config, open_tasks, read_weights)  # reads only; raises every user error
+    # reads only; raises every user error
+    plan = plan_run(config, find_scorer(config), find_reader(config))
     config = plan.config
     for note in notes:
         distributed.print_once(note)
@@ -324,7 +320,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     """Train from a command line. Returns the exit code."""
 
     def start(config: configure.Config, notes: list[str]) -> None:
-        train(config, stop, find_scorer(config), notes, find_reader(config))
+        train(config, stop, notes)
 
     return launch(argv, start)
 

@@ -80,8 +80,8 @@ def plan_run(
 
     Args:
         config: the run's settings.
-        open_tasks: `eval.in_loop.TaskScores`; only eval.tasks needs it.
-        read_weights: `hf.init_from.read_initial_weights`; only train.init_from needs it.
+        open_tasks: `eval.in_loop.TaskScores`, if the run has eval.tasks.
+        read_weights: `hf.init_from.read_initial_weights`, if it has train.init_from.
 
     Raises:
         RunError: the run's folder, device, ranks, initial weights, tasks or packages do not fit its
@@ -109,13 +109,9 @@ def plan_run(
         raise RunError(f"model.backend: {error}") from None
     config = replace(config, "train", dtype=str(dtype).removeprefix("torch."))  # a resume keeps it
     memory = plan_memory(config, device)
-    tasks = None
-    if config.eval.task_names:
-        assert open_tasks, "train(…, open_tasks=eval.in_loop.TaskScores) is needed with eval.tasks"
-        tasks = open_tasks(config)
+    tasks = open_tasks(config) if open_tasks else None
     initial_weights = None
-    if config.train.init_from and last_step == 0 and branch is None:
-        assert read_weights, "train(…, read_weights=…) is needed with train.init_from"
+    if read_weights and last_step == 0 and branch is None:
         initial_weights = read_weights(config)
 
     logged_run = branch.trunk if branch else run

@@ -281,7 +281,7 @@ def work(folder, name, seed, rank):
 
     with watch.patches(copy_run):
         config = config_of(folder, name, seed)
-        train.train(config, read_weights=train.find_reader(config))
+        train.train(config)
     return watch.seen
 
 

@@ -67,7 +67,7 @@ def modules_in(place: Path) -> Iterator[None]:
 
 def run(config: Config) -> list[dict]:
     """Train, and return the lines of metrics.jsonl with their arrays."""
-    train.train(config, read_weights=train.find_reader(config))
+    train.train(config)
     return metrics(config)
 
 

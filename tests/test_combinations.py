@@ -289,12 +289,11 @@ def record(config, stop_after=0):
     """Train, with a stop and a resume after `stop_after` steps if it is not 0."""
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder(patch, stop_after)
-        reader = train.find_reader(config)
         if stop_after:
             with pytest.raises(train.Stopped):
-                train.train(config, recorder.stop, read_weights=reader)
+                train.train(config, recorder.stop)
             recorder.stop.asked = False
-        train.train(config, recorder.stop, read_weights=reader)
+        train.train(config, recorder.stop)
     return recorder
 
 

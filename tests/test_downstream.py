@@ -589,7 +589,7 @@ def folder(tmp_path):
 
 
 def run_with_tasks(config):
-    train.train(config, open_tasks=TaskScores)
+    train.train(config)
     return metrics(config)
 
 
@@ -632,7 +632,7 @@ def be_a_rank(file, folder):
         where = [f"train.parallel={parallel}", f"run.dir={file.parent / parallel}"]
         where += ["train.micro_batch_size=4", *LONG, *scored(folder, ["sciq", "piqa"])]
         meet_in(file.parent / f"{parallel}.store")
-        train.train(configure.load(file, where, 2), open_tasks=TaskScores)
+        train.train(configure.load(file, where, 2))
 
 
 @pytest.mark.integration
@@ -651,7 +651,7 @@ def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, fold
 def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch, few_tasks):
     def refused(message, name, kind=RankError):
         with pytest.raises(RunError, match=message) as caught:
-            train.train(tiny(*scored(folder, [name])), open_tasks=TaskScores)
+            train.train(tiny(*scored(folder, [name])))
         assert type(caught.value) is kind
 
     refused("eval.tasks: task sciqq: no such task; `lm_eval", "sciqq")

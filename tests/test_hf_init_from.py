@@ -191,7 +191,7 @@ def test_resumed_run_does_not_need_init_from(tiny, source, capsys):
     assert end(config) == undisturbed
     fresh = start_from(tiny, source, "run.name=fresh")
     with pytest.raises(RunError, match="no such folder"):
-        train.train(fresh, read_weights=train.find_reader(fresh))
+        train.train(fresh)
     assert not folder.path_of(fresh).exists()
 
 
