@@ -170,15 +170,11 @@ class Format:
         values["gate_scale"] = gate_scale(model)
         return {theirs: values[ours] for ours, theirs in self.keys.items()}
 
-    def find_misfits(self, model: Model) -> list[str]:
-        """Settings of `model` that the format does not compute, such as "model.router = kern"."""
-        misfits = []
-        for key, value in self.block.items():
-            if getattr(model, key) != value:
-                misfits.append(f"model.{key} = {getattr(model, key)}")
+    def computes(self, model: Model) -> bool:
+        """Return True if the class computes `model`."""
         if self.routers and model.router not in self.routers:
-            misfits.append(f"model.router = {model.router}")
-        return misfits
+            return False
+        return all(getattr(model, key) == value for key, value in self.block.items())
 
     def unify_names(self, state: Settings) -> dict[str, Any]:
         """Weights, or anything else, by the names of `from_own`; `state` has a file's names."""

@@ -36,12 +36,6 @@ from runtime.checkpoint import LazyTensors, open_weights
 from runtime.parallel import copy_shard
 from runtime.runs import Run, check_model_settings
 
-NANOGPT_FILE = "ckpt.pt"
-NANOGPT_REMEDY = (
-    "nanoGPT's ckpt.pt is a pickle, which can run code when it is read, so it is not read here; "
-    "write its model with transformers (GPT2LMHeadModel, save_pretrained; nanoGPT's "
-    "from_pretrained shows which matrices are transposed) and give that folder"
-)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -239,23 +233,16 @@ def _meta_state(model: Model) -> dict[str, Tensor]:
 def _read_folder(place: Path, data: Path) -> Source:
     """The model in `place`, of any kind, for a run on the data set `data`."""
     if (place / "config.json").is_file():
-        source = _read_transformers(place, data)
-    elif (place / "config.toml").is_file():
-        source = _read_run(place, data)
-    elif place.name == NANOGPT_FILE or (place / NANOGPT_FILE).is_file():
-        raise RunError(NANOGPT_REMEDY)
-    elif not place.is_dir():
+        return _read_transformers(place, data)
+    if (place / "config.toml").is_file():
+        return _read_run(place, data)
+    if not place.is_dir():
         command = f"hf download {place} --local-dir {place.name}"
         raise RunError(f"no such folder; from the Hugging Face hub: {command}")
-    else:
-        raise RunError(
-            "contains neither a config.json of transformers nor a run's config.toml; give a folder "
-            "that transformers or scripts.export wrote, or a run such as runs/quickstart-kern"
-        )
-    for name in source.state:
-        if not source.state[name].isfinite().all():
-            raise RunError(f"{name} contains NaN or Inf; use other weights")
-    return source
+    raise RunError(
+        "contains neither a config.json of transformers nor a run's config.toml; give a folder "
+        "that transformers or scripts.export wrote, or a run such as runs/quickstart-kern"
+    )
 
 
 def _read_run(place: Path, data: Path) -> Source:
@@ -284,7 +271,7 @@ def _read_transformers(place: Path, data: Path) -> Source:
         )
     form = FORMATS[kind]
     described = _read_model(form, settings)
-    tensors = LazyTensors(form.unify_names(read_tensors(place, settings).makers))
+    tensors = LazyTensors(form.unify_names(read_tensors(place).makers))
     # older files have it, too, where it is the embedding
     head = tensors.pop("lm_head.weight", None) if described.tie_embeddings else None
     own = _meta_state(described)

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import BaseModel, Field
@@ -32,12 +32,11 @@ class Index(BaseModel):
     weight_map: Annotated[dict[str, str], Field(min_length=1)]
 
 
-def read_tensors(place: Path, settings: dict[str, Any]) -> LazyTensors:
+def read_tensors(place: Path) -> LazyTensors:
     """Check the files with the weights of a folder, one after another.
 
     Args:
         place: the folder.
-        settings: its config.json.
 
     Returns:
         Tensors by name, which are read when they are needed.
@@ -52,7 +51,7 @@ def read_tensors(place: Path, settings: dict[str, Any]) -> LazyTensors:
     def read_tensor(path: Path, name: str) -> Tensor:
         return open_file(path).get_tensor(name)
 
-    for file in find_weights(place, settings):
+    for file in find_weights(place):
         try:
             read = load_file(place / file)  # mapped to memory, not copied
         except (OSError, SafetensorError) as error:
@@ -84,7 +83,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def find_weights(place: Path, settings: dict[str, Any]) -> list[str]:
+def find_weights(place: Path) -> list[str]:
     """Choose the files of a folder as transformers' from_pretrained does.
 
     That is model.safetensors, else the files that model.safetensors.index.json names: all their
@@ -92,7 +91,6 @@ def find_weights(place: Path, settings: dict[str, Any]) -> list[str]:
 
     Args:
         place: the folder.
-        settings: its config.json.
 
     Returns:
         The files with the tensors.
@@ -104,12 +102,6 @@ def find_weights(place: Path, settings: dict[str, Any]) -> list[str]:
         raise RunError(
             f"{ADAPTER}: from_pretrained adds this adapter to the weights where PEFT is installed; "
             f"merge it (PEFT's merge_and_unload, then save_pretrained), or move it elsewhere"
-        )
-    named = settings.get("transformers_weights")
-    if named is not None:
-        raise RunError(
-            f"config.json: transformers_weights is {named!r}, which from_pretrained reads in place "
-            f"of {ONE_FILE}; rename that file to {ONE_FILE}, and remove the key"
         )
     if (place / ONE_FILE).is_file():
         return [ONE_FILE]

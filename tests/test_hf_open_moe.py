@@ -167,7 +167,6 @@ DAMAGES = {
     "tie_word_embeddings is true, and lm_head.weight differs from": {"tie_word_embeddings": True},
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
     "model_type is 'llama'": {"model_type": "llama"},
-    "experts.w_in contains NaN or Inf": {GATE: torch.full((16, 32), torch.nan)},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
     f"{GATE} is missing": {GATE: None},
     "experts.8.gate_proj.weight is (16, 32), expected none": {
@@ -211,9 +210,6 @@ def test_what_a_family_does_not_compute_needs_our_code(tiny, tmp_path, call):
     once = ["train.max_steps=1", "optim.warmup_steps=0", "train.bias_update_rate=0.1"]
     config = tiny(*once, *SHAPE, *OURS["olmoe"], *more)
     run(config)
-    misfits = ", ".join(word.replace("=", " = ") for word in more)
-    says = f"the run has {misfits}, a selection bias (train.bias_update), unlike Olmoe"
-    assert says in call(export.main, path_of(config), tmp_path / "out", "--format", "olmoe", code=2)
     call(export.main, path_of(config), tmp_path / "out")
     assert (tmp_path / "out/modeling_nanokern.py").is_file()
 

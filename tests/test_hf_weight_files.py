@@ -112,9 +112,6 @@ HARMS = {
     f"{INDEX}: damaged, not JSON": lambda folder: os.truncate(folder / INDEX, 99),
     "from_pretrained adds this adapter": lambda folder: (folder / "adapter_config.json").touch(),
     f"neither {ONE} nor {INDEX}; download it": leave_pickles,
-    "transformers_weights is 'ema.safetensors', which from": lambda folder: edit(
-        folder / "config.json", transformers_weights="ema.safetensors"
-    ),
 }
 
 

@@ -37,14 +37,6 @@ class NanoKernConfig(PretrainedConfig):
 
     model_type = "nanokern"
     keys_to_ignore_at_inference = ["past_key_values"]
-    base_model_tp_plan = {  # experts stay whole
-        **{f"layers.*.self_attn.{part}_proj": "colwise" for part in "qkv"},
-        "layers.*.self_attn.o_proj": "rowwise",
-        **{f"layers.*.mlp.{part}_proj": "colwise" for part in ("gate", "up")},
-        "layers.*.mlp.down_proj": "rowwise",
-        **{f"layers.*.mlp.shared_experts.{part}_proj": "colwise" for part in ("gate", "up")},
-        "layers.*.mlp.shared_experts.down_proj": "rowwise",
-    }
     vocab_size: int = 50304
     hidden_size: int = 768
     num_hidden_layers: int = 12

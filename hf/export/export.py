@@ -44,13 +44,6 @@ from runtime.memory import count_parameters
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REPO_ROOT = Path(__file__).parents[2]
 CARD = Path(__file__).with_name("card.md")  # template of README.md, as the hub reads it
-USES = """
-Fine-tuning works as with transformers' own mixtures of experts. With
-`model.config.output_router_logits = True` the model returns router_logits and aux_loss, the balance
-loss of training, which is added to the loss with the weight config.router_aux_loss_coef. Set it to
-False again before vLLM serves the model. PEFT's LoRA adapts experts by
-`target_parameters=["experts.{up}", "experts.down_proj"]`.
-"""
 NO_PADDING = (
     "note: the vocabulary has no room for a padding token, so the export has none; to fine-tune "
     "it, set a pad_token that is not the end of a text, else the model does not learn to end one"
@@ -79,38 +72,22 @@ ODD_TEXTS = [
 ]
 
 
-def choose_form(form: str, model: Model, biased: bool = False) -> str:
+def choose_form(model: Model, biased: bool) -> str:
     """Choose the key of FORMATS that a model is written as.
 
     Args:
-        form: a key of FORMATS, or "auto": the first of transformers' own classes that computes
-            `model`, else "nanokern".
         model: the run's [model].
         biased: selection biases have moved, so none of transformers' own classes fits.
-
-    Raises:
-        ValueError: the class of `form` does not compute `model`.
     """
-    misfits = {}
-    for name, candidate in FORMATS.items():
-        misfits[name] = candidate.find_misfits(model)
-        if biased and name != "nanokern":
-            misfits[name].append("a selection bias (train.bias_update)")
-    if form == "auto":
-        return next(name for name in FORMATS if not misfits[name])
-    if misfits[form]:
-        raise ValueError(
-            f"--format {form}: the run has {', '.join(misfits[form])}, "
-            f"unlike {FORMATS[form].architecture}; use --format nanokern"
-        )
-    return form
+    if biased:
+        return "nanokern"
+    return next(name for name, candidate in FORMATS.items() if candidate.computes(model))
 
 
 def export_run(
     trained: Trained,
     tokenizer: Tokenizer,
     out: str | Path,
-    form: str = "auto",
     dtype: str = "float32",
 ) -> None:
     """Write a run's model into a new folder, in one rename at the end.
@@ -119,12 +96,11 @@ def export_run(
         trained: the run's model.
         tokenizer: the run's tokenizer.
         out: the folder; if it is a link, the folder that it points to.
-        form: see `choose_form`.
         dtype: a key of DTYPES, for all weights except routers, which stay in fp32.
 
     Raises:
-        ValueError: `out` exists or cannot be written, no exported model computes what the model
-            does, or the class that `form` names does not.
+        ValueError: `out` exists or cannot be written, or no exported model computes what the model
+            does.
     """
     out = Path(os.path.realpath(out))
     if os.path.lexists(out):
@@ -138,8 +114,7 @@ def export_run(
     model = trained.config.model
     weights = trained.state
     biases = [weights[name] for name in weights if name.endswith("selection_bias")]
-    biased = any(bias.any() for bias in biases)
-    form = choose_form(form, model, biased)
+    form = choose_form(model, any(bias.any() for bias in biases))
 
     ids = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos")} | {"pad_token_id": None}
     if model.vocab_size > tokenizer.vocab_size:
@@ -253,34 +228,15 @@ def format_card(trained: Trained, form: str, dtype: str) -> str:
     """README.md of an export of `trained` as `form`, a key of FORMATS, with weights in `dtype`."""
     model = trained.config.model
     total, active = count_parameters(model)
-    tags = ["nanokern", model.router]
-    trust = no_trust = flags = uses = ""
-    if form == "nanokern":
-        trust = ", trust_remote_code=True"
-        no_trust = ", trust_remote_code=False"
-        flags = " --trust-remote-code --model-impl transformers"
-        if find_spec(model.router) is not None:
-            uses = USES.format(up="gate_up_proj" if model.gated else "up_proj")
-    else:
-        tags.append(form)
-    evaluation = f"None yet: `python -m eval.downstream {trained.folder}`."
-    table = trained.folder / "eval" / trained.label / "table.md"
-    if table.is_file():
-        scores = table.read_text().strip()
-        evaluation = f"Zero-shot, lm-evaluation-harness, ± standard error.\n\n{scores}"
     return CARD.read_text("utf-8").format(
-        tags=", ".join(tags),
+        tags=f"nanokern, {model.router}, {form}",
         name=trained.config.run.name,
         total=total,
         active=active,
         weights=f"{trained.mean or 'weights'} of step {trained.step:,}, in {dtype}",
-        trust=trust,
-        no_trust=no_trust,
-        uses=uses,
+        trust=form == "nanokern",
         block_size=model.block_size,
-        flags=flags,
         router=f"{model.router}: {find_spec(model.router)}",
-        evaluation=evaluation,
         date=date.today(),
     )
 
@@ -293,7 +249,7 @@ def check_export(trained: Trained, tokenizer: Tokenizer, out: Path) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         config = json.loads((out / "config.json").read_text())
-        read_tensors(out, config)  # raises RunError if a bit of a weight differs from its digest
+        read_tensors(out)  # raises RunError if a bit of a weight differs from its digest
         compare_tokenizers(out, tokenizer)
         compare_logits(trained, tokenizer, out, config)
     except RunError as error:
@@ -331,11 +287,19 @@ def compare_logits(trained: Trained, tokenizer: Tokenizer, out: Path, config: An
 
     The run's weights are first rounded to the export's dtype. One model is in memory at a time.
     """
+    from transformers import AutoModelForCausalLM
+
     form = config["model_type"]
     model = trained.config.model
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(tokenizer.vocab_size, (ROWS, model.block_size), generator=generator)
-    logits = load_export(out, form)(idx).logits
+    # transformers' faster experts know no fp64
+    experts = {"experts_implementation": "eager"} if form in OPEN_MOES else {}
+    theirs = AutoModelForCausalLM.from_pretrained(
+        out, trust_remote_code=form == "nanokern", dtype=torch.float64, **experts
+    )
+    logits = theirs(idx).logits
+    del theirs
     own = GPT(model).eval().double()
     rounded = round_weights(trained.state, DTYPES[config["dtype"]], form)
     for name, tensor in own.state_dict().items():
@@ -348,28 +312,6 @@ def compare_logits(trained: Trained, tokenizer: Tokenizer, out: Path, config: An
     print(line)
 
 
-def load_export(out: Path, form: str) -> Any:
-    """The model of an export as from_pretrained loads it, in fp64.
-
-    Raises RunError if a weight is missing.
-    """
-    import transformers
-
-    # transformers' faster experts know no fp64
-    experts = {"experts_implementation": "eager"} if form in OPEN_MOES else {}
-    model, problems = transformers.AutoModelForCausalLM.from_pretrained(
-        out,
-        output_loading_info=True,
-        trust_remote_code=form == "nanokern",
-        dtype=torch.float64,
-        **experts,
-    )
-    for problem, names in problems.items():
-        if names:
-            raise RunError(f"{problem}: {', '.join(str(name) for name in names)}")
-    return model
-
-
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
@@ -377,16 +319,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_run_arguments(parser)
     add = parser.add_argument
     add("out", type=Path, help="new folder")
-    forms = "nanokern: any model, with its code; others: transformers' own classes "
-    forms += "(default: one of them that fits)"
-    add("--format", choices=("auto", *FORMATS), default="auto", help=forms)
     add("--dtype", choices=DTYPES, default="float32", help="of weights (default: %(default)s)")
     add("--check", action="store_true", help="load OUT by transformers and compare it with the run")
     args = parser.parse_args(argv)
     if args.check:
         require_packages("transformers", requirements="requirements/dev.txt")
     trained, tokenizer = load_run(args.run, args.step, args.ema, lazy=True)
-    export_run(trained, tokenizer, args.out, args.format, args.dtype)
+    export_run(trained, tokenizer, args.out, args.dtype)
     print(f"{args.out}: {args.run} at step {trained.step}")
     if trained.config.model.vocab_size == tokenizer.vocab_size:
         print(NO_PADDING)

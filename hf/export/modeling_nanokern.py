@@ -265,12 +265,6 @@ class NanoKernModel(NanoKernPreTrainedModel):
     """The model without its LM head."""
 
     def __init__(self, config: NanoKernConfig) -> None:
-        if config.qk_norm == "all":  # a norm over all heads cannot be split between devices
-            plan = dict(NanoKernConfig.base_model_tp_plan or {})
-            for name in list(plan):
-                if ".self_attn." in name:
-                    del plan[name]
-            config.base_model_tp_plan = plan  # pyrefly: ignore[read-only]
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None
@@ -372,7 +366,6 @@ def load_balancing_loss(router: Router, logits: Tensor, counted: Tensor) -> Tens
 class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
     """The model with its LM head, for generation and training."""
 
-    _tp_plan = {"lm_head": "colwise_rep"}
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: NanoKernConfig) -> None:
