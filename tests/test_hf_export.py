@@ -22,8 +22,10 @@ from runs import (
     modules_in,
 )
 from safetensors.torch import load_file, save_file
+from test_hf_init_from import start
+from test_hf_open_moe import OURS, SHAPE
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -58,13 +60,17 @@ def modules(tmp_path_factory):
 def exported(tiny, tmp_path):
     """`exported("model.router=tanh", dtype="float32")`: (GPT with random weights, folder)."""
 
-    def make(*overrides, dtype="float32"):
+    def make(*overrides, dtype="float32", biased=True):
         config = tiny("model.init_std=0.3", "model.n_head=4", *overrides)
         torch.manual_seed(seeded().initial_seed())
         model = GPT(config.model).eval().requires_grad_(False)
         for name, tensor in model.state_dict().items():
             if tensor.dim() == 1 and not name.endswith("router.c"):
                 tensor += 0.2 * torch.randn_like(tensor)  # norms, biases, γ and β too
+            if name.endswith("router.c"):  # as a swap of the router leaves it
+                tensor *= 1.3
+            if name.endswith("selection_bias") and not biased:
+                tensor.zero_()
         run, out = tmp_path / "run", tmp_path / "export"
         run.mkdir()
         (run / "config.toml").touch()
@@ -152,28 +158,43 @@ MODELS += [
     ),
     ("model.router=tanh", "model.bias=true", "model.n_shared_expert=1", "model.n_kv_head=1"),
 ]
-GPT2 = [  # dense models of its class; no other of MODELS is one
-    ("model.router=dense", *UNTIED),
-    ("model.router=dense", "model.bias=true", "model.vocab_size=320"),
-    ("model.router=dense", "model.norm_eps=0.01", "model.dropout=0.25"),
+NATIVE = [  # models of transformers' own classes
+    ("GPT2", "model.router=dense", *UNTIED),
+    ("GPT2", "model.router=dense", "model.bias=true", "model.vocab_size=320"),
+    ("GPT2", "model.router=dense", "model.norm_eps=0.01", "model.dropout=0.25"),
+    ("Olmoe", *SHAPE, *OURS["olmoe"], "model.gate_scale=1.5"),
+    ("Qwen3Moe", *SHAPE, *OURS["qwen3_moe"]),
+    ("Mixtral", *SHAPE, *OURS["mixtral"], "model.vocab_size=320"),
 ]
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("overrides", MODELS + GPT2, ids=" ".join)
-def test_every_model_exports_the_same_model(exported, overrides):
-    """A GPT-2 without our code; rows that are padded on the left by `check_export`, too."""
-    trained, out = exported(*overrides)
-    theirs, info = load(out, output_loading_info=True)
+@pytest.mark.parametrize("overrides", MODELS + NATIVE, ids=" ".join)
+def test_every_model_exports_the_same_model(exported, tiny, overrides, capsys):
+    """transformers computes it, in its own class without our code; and a run starts from it."""
+    kind = "NanoKern"
+    if overrides in NATIVE:
+        kind, *overrides = overrides
+    trained, out = exported(*overrides, biased=kind == "NanoKern")
+    # transformers' faster experts know no fp64
+    eager = {"experts_implementation": "eager"} if kind in ("Olmoe", "Qwen3Moe", "Mixtral") else {}
+    theirs, info = load(out, torch.float64, output_loading_info=True, **eager)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert isinstance(theirs, GPT2LMHeadModel) == (overrides in GPT2)
     code = {path.name for path in out.iterdir()} & CODE.keys()
-    assert code == (set() if overrides in GPT2 else CODE.keys())
+    assert code == (CODE.keys() if kind == "NanoKern" else set())
+    assert kind in type(theirs).__name__
     assert_same_model(trained.model, theirs, use_cache="model.bias=true" not in overrides)
-    if overrides in GPT2:
+    assert export.check_export(trained, TOKENIZER, out) == 0, capsys.readouterr().err
+    more = ["model.init_std=0.3", "model.n_head=4", f"train.init_from={out}"]
+    if kind == "Olmoe":
+        more.append("model.gate_scale=1")  # the constant is in the experts
+    again, words = start(tiny(*overrides, *more))
+    assert "; " not in words  # nothing changes
+    idx = random_ids(3, 32)
+    assert_near(logits_of(again.double(), idx), logits_of(trained.model, idx), NEAR)
+    if kind == "GPT2":
         dropouts = {module.p for module in theirs.modules() if isinstance(module, torch.nn.Dropout)}
         assert dropouts == {trained.config.model.dropout}
-        assert export.check_export(trained, TOKENIZER, out) == 0
     if "model.n_hash_layer=1" in overrides:
         with pytest.raises(
             ValueError, match="inputs_embeds alone: hash layers choose experts by token id"
@@ -185,27 +206,12 @@ def test_every_model_exports_the_same_model(exported, overrides):
 
 MODERN_KEYS = {"norm": "rmsnorm", "activation": "silu", "gated": True, "pos": "rope"}
 SHARED = {"n_shared_expert": 1}
-# by format, settings and the sha256 of the weights that commit e125ff1 wrote for `count_up`
-WRITTEN = [
-    ("gpt2", {"router": "dense"}, "a743e723927aa57d"),
-    (
-        "nanokern",
-        {"n_hash_layer": 1, "n_layer": 3, "bias": True, "n_kv_head": 2, **SHARED},
-        "3c5c778a1b841cf3",
-    ),
-    (
-        "nanokern",
-        {"router": "softmax", "qk_norm": "head", "tie_embeddings": False, **SHARED, **MODERN_KEYS},
-        "49e9106d60fb3404",
-    ),
-    (
-        "olmoe",
-        {"router": "softmax", "qk_norm": "all", "tie_embeddings": False, "n_kv_head": 2}
-        | MODERN_KEYS,
-        "e802398e098227dd",
-    ),
-    ("mixtral", {"router": "softmax-renorm", **MODERN_KEYS}, "987e7910e54f00e1"),
-]
+# by the sha256 of the weights that commit e125ff1 wrote for `count_up`
+WRITTEN = {
+    "3c5c778a1b841cf3": {"n_hash_layer": 1, "n_layer": 3, "bias": True, "n_kv_head": 2, **SHARED},
+    "49e9106d60fb3404": {"router": "softmax", "qk_norm": "head", "tie_embeddings": False}
+    | (SHARED | MODERN_KEYS),
+}
 
 
 def count_up(model):
@@ -219,19 +225,13 @@ def count_up(model):
     return state
 
 
-@pytest.mark.parametrize("form, keys, written", WRITTEN)
-def test_old_exports_have_the_same_tensors(form, keys, written):
-    """Written to the bit as by e125ff1, and read back by each weight's own row."""
+@pytest.mark.parametrize("written", WRITTEN)
+def test_old_exports_have_the_same_tensors(written):
+    """Written to the bit as by e125ff1."""
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 16, "n_expert": 4, "top_k": 2}
     sizes |= {"expert_hidden": 8, "vocab_size": 257, "block_size": 16}
-    model = Model(**sizes | keys)
-    state = count_up(model)
-    theirs = FORMATS[form].from_own(state, model)
-    assert hash_tensors(theirs)[:16] == written
-    for name, tensor in state.items():
-        if not name.endswith(FORMATS[form].skipped):
-            row = FORMATS[form].find_row(name, model)
-            assert row.join([theirs[part] for part in row.names]).equal(tensor), name
+    model = Model(**sizes | WRITTEN[written])
+    assert hash_tensors(FORMATS["nanokern"].from_own(count_up(model), model))[:16] == written
 
 
 @pytest.mark.numerics

@@ -5,6 +5,7 @@ refused.
 import json
 import os
 import shutil
+from itertools import cycle
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import train
 from eval.trained import load_model
 from gate_norm import gate_scale
 from hf.export import export
+from hf.formats import FORMATS
 from hf.init_from import read_initial_weights
 from model import GPT
 from router import monte_carlo_scale
@@ -105,25 +107,23 @@ LOGITS = tolerance(torch.float32, 32, roundings=20)
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("form, tie", [("one file", False), ("shards", True), ("OpenAI's", True)])
-def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
-    width = None if form == "OpenAI's" else 16  # of an MLP; None: 4 times 32
-    theirs, place = make_gpt2(tie_word_embeddings=tie, n_inner=width), tmp_path / "gpt2"
-    theirs.save_pretrained(place, max_shard_size="20KB" if form == "shards" else "1GB")
-    assert form != "shards" or len([*place.glob("model-*.safetensors")]) > 2
-    if form == "OpenAI's":  # bare names, masks and the tied head
+@pytest.mark.parametrize("width", [16, None])
+def test_logits_equal_those_of_transformers(tiny, tmp_path, width):
+    """Without a width of MLPs it is 4 times 32. Then in OpenAI's form: bare names, masks, a tied
+    head.
+    """
+    theirs, place = make_gpt2(tie_word_embeddings=not width, n_inner=width), tmp_path / "gpt2"
+    theirs.save_pretrained(place)
+    if not width:
         state = {
             name.removeprefix("transformer."): tensor.clone()
             for name, tensor in theirs.state_dict().items()
         }
         masks = {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.0.attn.masked_bias": torch.ones(())}
         save_file(state | masks, place / "model.safetensors")
-    own = [
-        *DENSE,
-        f"model.tie_embeddings={json.dumps(tie)}",
-        f"model.expert_hidden={(width or 128) // 2}",
-    ]
-    config = tiny(f"train.init_from={place}", *own)
+    own = [f"model.tie_embeddings={json.dumps(not width)}"]
+    own.append(f"model.expert_hidden={(width or 128) // 2}")
+    config = tiny(f"train.init_from={place}", *DENSE, *own)
     model, words = start(config)
     assert_near(all_logits(model, ids(32)), theirs(ids(32)).logits, LOGITS, "logits")
     assert (
@@ -195,81 +195,59 @@ def test_resumed_run_does_not_need_init_from(tiny, source, capsys):
     assert not folder.path_of(fresh).exists()
 
 
-MODERN = [
-    "model.norm=rmsnorm",
-    "model.activation=silu",
-    "model.gated=true",
-    "model.n_head=4",
-    "model.n_kv_head=2",
-    "model.pos=rope",
-    "model.rope_base=500",
-]
-EXPORTED = {
-    "mixture": MOVED,
-    "rope, untied": ["model.router=softmax", "model.pos=rope", "model.tie_embeddings=false"],
-    "gpt2": ["model.router=dense"],
-    "dense": [*DENSE, "model.pos=rope"],
-    "hash": ["model.router=softmax", "model.n_hash_layer=1"],
-    "gate_norm": ["model.router=sqrtsoftplus", "model.gate_norm=1.5"],
-    "modern": [*MODERN, "model.qk_norm=all", "model.n_shared_expert=1"],
-    "modern dense": [
-        *MODERN,
-        "model.router=dense",
-        "model.n_shared_expert=3",
-        "model.norm_eps=0.001",
-    ],
-}
+@pytest.fixture
+def exported(tiny, tmp_path):
+    """`exported(…)`: the `train.init_from=` of the export of a run with these settings."""
+
+    def make(*overrides):
+        run(theirs := tiny("run.name=source", *overrides))
+        assert export.main([str(folder.path_of(theirs)), str(tmp_path / "export")]) == 0
+        return f"train.init_from={tmp_path / 'export'}"
+
+    return make
 
 
-@pytest.mark.parametrize("kind", EXPORTED)
-def test_export_starts_where_its_run_ended(tiny, tmp_path, kind):
-    """In its own model. In the default one, every override that is needed is named at once."""
-    run(theirs := tiny("run.name=source", *EXPORTED[kind]))
-    assert export.main([str(folder.path_of(theirs)), str(tmp_path / "export")]) == 0
-    place = f"train.init_from={tmp_path / 'export'}"
-    model, words = start(tiny(*EXPORTED[kind], place, "run.seed=7"))
-    for name, tensor in load_model(folder.path_of(theirs)).model.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-    assert "; " not in words  # nothing changes
-    router = "dense" if "dense" in kind or kind == "gpt2" else "kern"
-    _, words = start(
-        tiny(
-            place,
-            f"model.router={router}",
-            *remedy(find_fault(tiny(place, f"model.router={router}"))),
-        )
-    )
-    assert ("model.norm_eps changes from 0.001 to 1e-05" in words) == (kind == "modern dense")
-    if kind == "mixture":  # an export older than groups
-        edit(tmp_path / "export/config.json", router_groups=None, router_group_k=None)
-        _, words = start(tiny(*MOVED, place, "model.router_groups=4", "model.router_group_k=2"))
-        assert "router_groups changes from 1 to 4; model.router_group_k changes from 1" in words
-    if kind == "hash":
-        assert "n_hash_layer changes from 1 to 0" in words
-        assert "not used: mlp.router.hash_table" in words
-        assert remedy(refused(tiny(*EXPORTED[kind], place, "model.top_k=1"))) == ["--model.top_k=2"]
-    if kind == "modern":  # e125ff1 had exports whose first layer is dense
-        edit(tmp_path / "export/config.json", n_dense_layer=1)
-        words = "n_dense_layer is 1, and model.py computes 0 only"
-        assert words in refused(tiny(*EXPORTED[kind], place))
+def test_an_export_in_another_model(tiny, tmp_path, exported):
+    """Exports start in their own model in test_hf_export.py."""
+    hashed = ["model.router=softmax", "model.n_hash_layer=1"]
+    place = exported(*hashed)
+    assert remedy(refused(tiny(*hashed, place, "model.top_k=1"))) == ["--model.top_k=2"]
+    _, words = start(tiny(place, "model.router=softmax", "model.norm_eps=0.01"))
+    assert "; model.norm_eps changes from 1e-05 to 0.01; " in words
+    assert "n_hash_layer changes from 1 to 0" in words
+    assert "not used: mlp.router.hash_table" in words
+    config = tmp_path / "export/config.json"
+    edit(config, router_groups=None, router_group_k=None)  # an export older than groups
+    grouped = [hashed[0], "model.router_groups=4", "model.router_group_k=2"]
+    _, words = start(tiny(*grouped, place))
+    for change in ("router_groups changes from 1 to 4", "router_group_k changes from 1 to 2"):
+        assert f"; model.{change}; " in words
+    edit(config, n_dense_layer=1)  # e125ff1 had exports whose first layer is dense
+    assert "n_dense_layer is 1, and model.py computes 0 only" in refused(tiny(*hashed, place))
 
 
 def test_another_router_takes_the_weights_in_common(tiny, source):
+    """And a shorter context the first positions, more ids those that there are."""
     wanted = load_model(folder.path_of(source)).model.state_dict()
-    model, words = start(
-        start_from(tiny, source, "model.router=sigmoid", "model.top_k=1", "model.gate_scale=1.5")
-    )
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, wanted[name]) != name.endswith(("router.c", "selection_bias")), (
-            name
-        )
+    more = ["model.block_size=20", "model.vocab_size=320"]
+    more += ["model.router=sigmoid", "model.top_k=1", "model.gate_scale=1.5"]
+    model, words = start(start_from(tiny, source, *more))
+    state = model.state_dict()
+    assert state["wte.weight"][257:].all() and len(state["wpe.weight"]) == 20
+    for name, tensor in state.items():
+        sizes = zip(tensor.shape, wanted[name].shape, strict=True)
+        first = tuple(slice(min(pair)) for pair in sizes)
+        same = tensor[first].equal(wanted[name][first])
+        assert same != name.endswith(("router.c", "selection_bias")), name
         assert not (name.endswith("selection_bias") and tensor.any())
-    changes = (
+    for change in (
+        "vocab_size changes from 257 to 320",
+        "block_size changes from 32 to 20",
         "router changes from kern to sigmoid",
         "top_k changes from 2 to 1",
         "gate_scale changes from 2.0 to 1.5",
-    )
-    assert all(f"; model.{change}; " in words for change in changes)
+    ):
+        assert f"; model.{change}; " in words
     assert words.endswith(
         "; not used: mlp.router.bias, mlp.router.gamma, mlp.router.selection_bias"
     )
@@ -280,16 +258,6 @@ def test_another_router_takes_the_weights_in_common(tiny, source):
         "model.router changes from softmax to kern; router weights are centred" in words
         and words.endswith(missing)
     )
-
-
-def test_first_positions_and_ids_are_taken(tiny, source):
-    wanted = load_model(folder.path_of(source)).model
-    model, words = start(start_from(tiny, source, "model.block_size=20", "model.vocab_size=320"))
-    assert (
-        "; model.vocab_size changes from 257 to 320; model.block_size changes from 32 to" in words
-    )
-    assert model.wpe.weight.equal(wanted.wpe.weight[:20])
-    assert model.wte.weight[:257].equal(wanted.wte.weight) and model.wte.weight[257:].all()
 
 
 def test_a_routers_constant_is_that_of_the_new_settings(tiny):
@@ -323,38 +291,37 @@ def remedy(text):
     return text.partition(" Add ")[2].split()
 
 
-def test_all_overrides_for_a_gpt2_are_named_at_once(tiny, gpt2, tmp_path):
-    wrong = "router=dense n_layer=1 n_head=4 n_embd=16 block_size=40 tie_embeddings=false top_k=3 "
-    wrong += "expert_hidden=9"
-    other = [f"model.{word}" for word in wrong.split()] + [f"train.init_from={gpt2}"]
-    text = refused(tiny(*other))
-    right = "n_layer=2 n_head=2 n_embd=32 tie_embeddings=true top_k=1 expert_hidden=16 "
-    right += "block_size=32 bias=true"
-    assert remedy(text) == [f"--model.{word}" for word in right.split()]
-    start(tiny(*other, *remedy(text)))
-    assert remedy(refused(tiny("model.router=dense", f"train.init_from={gpt2}"))) == [
-        "--model.bias=true"
-    ]
-    make_gpt2(vocab_size=300).save_pretrained(tmp_path / "gpt2")
-    assert remedy(refused(tiny(*DENSE, f"train.init_from={tmp_path / 'gpt2'}"))) == [
-        "--model.vocab_size=300"
-    ]
+WRONG = "router=dense n_layer=1 n_head=4 n_embd=16 block_size=40 tie_embeddings=false top_k=3 "
+WRONG += "expert_hidden=9"
+DEEP = "router=dense norm=rmsnorm activation=silu gated=true n_head=4 n_kv_head=2 pos=rope "
+DEEP += "rope_base=500 n_shared_expert=3"
+# weights, settings that do not fit them, and how many overrides are needed
+MISFITS = [
+    ("gpt2", WRONG, 8),
+    ("gpt2", "router=dense", 1),
+    ("wide", "router=dense bias=true", 1),
+    ("run", "router=dense n_expert=4 top_k=4 expert_hidden=4", 4),
+    ("run", "n_expert=16 top_k=16", 2),
+    ("run", "pos=rope", 1),
+    ("run", "n_embd=64 n_hash_layer=1", 1),  # routers are of that width
+    ("dense", "router=dense", 9),
+]
 
 
-def test_all_overrides_for_a_mixture_are_named_at_once(tiny, source):
-    remedies = {
-        ("model.router=dense", "model.n_expert=4", "model.top_k=4", "model.expert_hidden=4"): (
-            "--model.router=kern --model.n_expert=8 --model.expert_hidden=8 --model.top_k=2"
-        ),
-        ("model.n_expert=16", "model.top_k=16"): "--model.n_expert=8 --model.top_k=2",
-        ("model.pos=rope",): "--model.pos=learned",
-        # routers are of that width
-        ("model.n_embd=64", "model.n_hash_layer=1"): "--model.n_embd=32",
-    }
-    for other, wanted in remedies.items():
-        text = refused(start_from(tiny, source, *other))
-        assert remedy(text) == wanted.split()
-        start(start_from(tiny, source, *other, *remedy(text)))
+@pytest.mark.parametrize("place, words, number", MISFITS)
+def test_all_overrides_are_named_at_once(tiny, request, exported, tmp_path, place, words, number):
+    other = [f"model.{word}" for word in words.split()]
+    if place == "run":
+        source = folder.path_of(request.getfixturevalue("source"))
+        other = [*MOVED, f"train.init_from={source}", *other]
+    elif place == "dense":
+        other.append(exported(*(f"model.{word}" for word in DEEP.split())))
+    else:
+        make_gpt2(vocab_size=300 if place == "wide" else 257).save_pretrained(tmp_path / "gpt2")
+        other.append(f"train.init_from={tmp_path / 'gpt2'}")
+    overrides = remedy(refused(tiny(*other)))
+    assert len(overrides) == number
+    start(tiny(*other, *overrides))
 
 
 def edit(file, **update):
@@ -363,25 +330,21 @@ def edit(file, **update):
     file.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
 
 
-def test_damaged_files_are_refused(tiny, copy, canary):
+def test_pickles_and_what_is_no_json_are_refused(tiny, copy, canary):
     config = tiny(*DENSE, f"train.init_from={copy}")
     torch.save({"wte.weight": Payload(canary)}, copy / "model.safetensors")  # which is not executed
     assert "model.safetensors cannot be read (Error" in refused(config)
-    for content in ("[" * 10**6, "{", "[]"):
+    for content in ("[" * 10**6, "[]"):
         (copy / "config.json").write_text(content)
         assert (
             f"{copy}/config.json: " in (said := refused(config)) and "; download it again" in said
         )
-    (copy / "config.json").unlink()
-    assert "neither a config.json of transformers nor a run's" in refused(config)
 
 
-def test_one_flipped_bit_of_an_export_is_refused(tiny, source, tmp_path):
+def test_one_flipped_bit_of_an_export_is_refused(tiny, exported, tmp_path):
     """As another program saves it again, it has no digest, and starts, also in float64."""
-    out = tmp_path / "export"
-    assert export.main([str(folder.path_of(source)), str(out)]) == 0
-    config = start_from(tiny, source, f"train.init_from={out}")
-    file = out / "model.safetensors"
+    config = tiny(*MOVED, exported(*MOVED))
+    file = tmp_path / "export/model.safetensors"
     intact = file.read_bytes()
     first_value = 8 + int.from_bytes(intact[:8], "little")  # after the header
     for byte in (first_value, len(intact) - 1):
@@ -437,3 +400,117 @@ def test_weights_of_another_tokenizer_are_refused(tiny, copy, source, corpus, tm
     edit(meta, tokenizer=json.loads(meta.read_text())["tokenizer"] | {"hash": "0" * 64})
     text = refused(start_from(tiny, source, f"data.dir={tmp_path / 'data'}"))
     assert "its tokenizer is another, that of the data set" in text
+
+
+# ---- the files of a folder are from_pretrained's
+ONE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND, LAST = (f"model-0000{number}-of-00005.safetensors" for number in (1, 2, 5))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model in one file and in shards; below `other`, another model."""
+    place = tmp_path_factory.mktemp("saved")
+    model = make_gpt2()
+    for parent in (place, place / "other"):
+        model.save_pretrained(parent / "one")
+        model.save_pretrained(parent / "shards", max_shard_size="20KB")
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(-1)
+    return place
+
+
+def link_to_blobs(folder):
+    """As the hub's cache: each file is a link to one of another name, beside the folder."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(f"../blobs/{number}")
+
+
+def edit_index(folder, names):
+    """Let the index name the files `names`, in turn."""
+    table = json.loads((folder / INDEX).read_text())["weight_map"]
+    edit(folder / INDEX, weight_map=dict(zip(table, cycle(names), strict=False)))
+
+
+def mix_index(folder):
+    """Each tensor is in another shard than the index says."""
+    edit_index(folder, sorted(path.name for path in folder.glob("model-*")))
+
+
+# form of the folder, files of the other model that are copied into it, another change
+FOLDERS = {
+    "shards beside one file": ("shards", [ONE, "model-00001-of-00009.safetensors"], None),
+    "pickles and others": ("shards", ["pytorch_model.bin", "model.gguf", "tf_model.h5"], None),
+    "one file": ("one", [INDEX, "ema.pt", "model.fp16.safetensors"], None),
+    "subfolders": ("one", [f"checkpoint-5/{ONE}", "original/consolidated.00.pth"], None),
+    "links": ("shards", [f".cache/{INDEX}.metadata"], link_to_blobs),
+    "tensors in other shards": ("shards", [], mix_index),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_files_are_those_of_transformers(tiny, tmp_path, saved, kind):
+    """A run starts with from_pretrained's weights."""
+    from transformers import AutoModelForCausalLM  # not at the top, as above
+
+    form, copies, change = FOLDERS[kind]
+    folder = shutil.copytree(saved / form, tmp_path / "copy")
+    for name in copies:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(saved / "other/one" / ONE, folder / name)
+    if change:
+        change(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    model, _ = start(tiny(*DENSE, f"train.init_from={folder}"))
+    own = FORMATS["gpt2"].from_own(model.state_dict(), model.config)
+    assert theirs.keys() - own.keys() == {"lm_head.weight"}  # tied
+    for name, tensor in own.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def save_twice(folder):
+    """A shard also has the tensors of another one."""
+    both = load_file(folder / FIRST) | load_file(folder / SECOND)
+    save_file(both, folder / SECOND, {"format": "pt"})
+
+
+def leave_pickles(folder):
+    (folder / INDEX).unlink()
+    (folder / "pytorch_model.bin").touch()
+    for path in folder.glob("model-*"):
+        path.unlink()
+
+
+# by the words of the error
+HARMS = {
+    f"{INDEX} names {LAST}, and no such file is in the folder; download": lambda folder: (
+        folder / LAST
+    ).unlink(),
+    f"{LAST} cannot be read (": lambda folder: os.truncate(folder / LAST, 900),
+    f"is in {SECOND} and in another file, so they were not saved together": save_twice,
+    f"{INDEX} names ../copy/{FIRST}, and no such": lambda folder: edit_index(
+        folder, [f"../copy/{FIRST}"]
+    ),
+    f"{INDEX} names ., and no such": lambda folder: edit_index(folder, [".", FIRST]),
+    "weight_map = 3": lambda folder: edit(folder / INDEX, weight_map=3),
+    "weight_map = {}": lambda folder: edit(folder / INDEX, weight_map={}),
+    "config.json: damaged, not JSON": lambda folder: (folder / "config.json").write_text("{"),
+    "neither a config.json of transformers nor a run's": lambda folder: (
+        folder / "config.json"
+    ).unlink(),
+    f"{INDEX}: damaged, not JSON": lambda folder: os.truncate(folder / INDEX, 99),
+    "from_pretrained adds this adapter": lambda folder: (folder / "adapter_config.json").touch(),
+    f"neither {ONE} nor {INDEX}; download it": leave_pickles,
+}
+
+
+@pytest.mark.parametrize("words", HARMS)
+def test_incomplete_and_ambiguous_folders_are_refused(tiny, tmp_path, saved, words):
+    folder = shutil.copytree(saved / "shards", tmp_path / "copy")
+    HARMS[words](folder)
+    assert words in refused(tiny(*DENSE, f"train.init_from={folder}"))

@@ -6,9 +6,8 @@ from itertools import repeat
 import pytest
 import torch
 from numerics import assert_near, seeded
-from runs import ALONE, metrics, run
+from runs import ALONE, run
 from safetensors.torch import load_file, save_file
-from test_hf_open_moe import LIMIT, OURS, SHAPE
 from test_router import GATES, SPARSE
 
 from data.bins import open_tokens
@@ -152,22 +151,6 @@ def test_what_the_user_sets_wins(module_tiny, source, word):
         if isinstance(module, Router)
     ]
     assert c == [pytest.approx(gate_scale(config.model))] * 2
-
-
-@pytest.mark.usefixtures("few_tokens")
-def test_the_scale_stays_in_runs_exports_and_classes_of_transformers(module_tiny, tmp_path, capsys):
-    shape = [*SHAPE, *OURS["olmoe"]]
-    run(softmax := module_tiny("run.name=olmoe", *shape))
-    shape[shape.index("model.router=softmax")] = "run.name=renorm"
-    run(config := swapped(module_tiny, softmax, "softmax-renorm", *shape))
-    wanted = torch.tensor(metrics(config)[-1]["val/loss"])
-    out = tmp_path / "out"
-    assert export.main([str(path_of(config)), str(out), "--check"]) == 0, capsys.readouterr().err
-    assert not (out / "modeling_nanokern.py").exists()
-    for place in (path_of(config), out):
-        again = f"train.init_from={place}", f"run.name=from-{place.name}"
-        first = run(swapped(module_tiny, softmax, "softmax-renorm", *shape, *again))[0]["val/loss"]
-        assert_near(torch.tensor(first), wanted, LIMIT, "loss")
 
 
 @pytest.fixture(scope="module")
