@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,7 @@ if TYPE_CHECKING:  # lm_eval is an extra that other commands do not need
 
     from eval.harness import Adapter
 
-# {metric: its column}
-METRICS = {"acc": "acc", "acc_norm": "acc_norm", "bits_per_byte": "bits per byte"}
+METRICS = ["acc", "acc_norm", "bits_per_byte"]  # the first columns
 PAPER = TASKS | {"average": PaperTask("Avg", 1 / 3)}
 DIFFERENCE = "minus the first's, 95%"
 
@@ -142,12 +142,15 @@ def evaluate_tasks(
 def tabulate_results(done: dict[str, Scored], config: Config) -> Table:
     """Make head and rows: scores with standard errors, chance, the paper's accuracy.
 
-    The paper's tasks are first, then their average if all are there. Other metrics of a task have
-    rows below it.
+    The paper's tasks are first, then their average if all are there.
     """
     results: dict[str, TaskMetrics] = {}
     for scored in done.values():
         results |= scored["results"]
+    metrics = list(METRICS)
+    for key in chain(*results.values()):
+        if key not in metrics and key != "documents" and "stderr" not in key:
+            metrics.append(key)
     if set(TASKS) <= set(results):
         accuracies = [results[task]["acc"] for task in TASKS]
         results["average"] = {"acc": sum(accuracies) / len(TASKS)}
@@ -157,16 +160,13 @@ def tabulate_results(done: dict[str, Scored], config: Config) -> Table:
     rows = []
     for task in sorted(results, key=[*PAPER, *results].index):
         values = results[task]
-        row = [task, str(values.get("documents") or "")]
-        row += [format_metric(values, metric) for metric in METRICS]
         column, chance = PAPER.get(task, ("", None))
+        row = [task, str(values.get("documents") or "")]
+        row += [format_metric(values, metric) for metric in metrics]
         row.append(f"{chance:.4f}" if chance else "")
         row.append(f"{paper[column] / 100:.4f}" if column in paper else "")
         rows.append(row)
-        for key in values:
-            if key not in METRICS and key != "documents" and "stderr" not in key:
-                rows.append([f"{task}: {key}", "", format_metric(values, key), "", "", "", ""])
-    return ["task", "documents", *METRICS.values(), "chance", "paper"], rows
+    return ["task", "documents", *metrics, "chance", "paper"], rows
 
 
 def format_metric(values: TaskMetrics, metric: str) -> str:

@@ -38,6 +38,7 @@ from eval.trained import (
     Trained,
     add_device_argument,
     add_run_arguments,
+    check_comparable,
     find_set,
     load_model,
     open_set,
@@ -47,7 +48,7 @@ from router import Routing
 from runtime import distributed
 
 MIN_COUNT = 10  # occurrences; the choices of a rarer token are mostly noise (not measured)
-COMPARED = ("n_layer", "block_size", "n_expert", "top_k")  # equal in both models
+COMPARED = ["n_layer", "block_size", "n_expert", "top_k"]  # equal in both models
 
 # {column: its format of the values in routing.json}
 COLUMNS_OF_LAYERS = {
@@ -228,34 +229,23 @@ def load_with_router(folder: Path, step: int | None, args: argparse.Namespace) -
     return trained
 
 
-def check_comparable(trained: Trained, other: Trained) -> None:
-    """Raise ValueError for models of different sizes or tokenizers."""
-    models = (trained.config.model, other.config.model)
-    faults = [f"model.{key}" for key in COMPARED if len({getattr(m, key) for m in models}) > 1]
-    if trained.metadata["tokenizer"] != other.metadata["tokenizer"]:
-        faults.append("tokenizer")
-    if faults:
-        raise ValueError(
-            f"{trained.config.run.name} and {other.config.run.name} cannot be compared: they "
-            f"differ in {', '.join(faults)}; name another run"
-        )
-
-
 def read_validation(trained: Trained, args: argparse.Namespace) -> tuple[np.ndarray, str]:
     """Read the windows of --data and --windows with their targets (W, T + 1), and the set's name.
 
     They are those that training would validate on, of one set or of the mixture.
     """
-    config = trained.config
-    folders, weights, name = config.data.folders, list(config.data.sets.values()), config.data.label
+    data = trained.config.data
     if args.data:
-        folder = find_set(trained, args.data) or Path(args.data)
-        folders, weights, name = [folder], [1.0], str(folder)
-    block_size = config.model.block_size
+        folders = [find_set(trained, args.data) or Path(args.data)]
+        weights = [1.0]
+    else:
+        folders = data.folders
+        weights = list(data.sets.values())
+    block_size = trained.config.model.block_size
     sets = [open_set(trained, folder, "val") for folder in folders]
     chosen = choose_validation(sets, block_size, args.windows, weights)
     inputs, targets = windows(chosen.tokens, chosen.windows, block_size)
-    return np.concatenate([inputs, targets[:, -1:]], 1), name
+    return np.concatenate([inputs, targets[:, -1:]], 1), args.data or data.label
 
 
 def print_measures(trained: Trained, args: argparse.Namespace) -> None:
@@ -267,7 +257,7 @@ def print_measures(trained: Trained, args: argparse.Namespace) -> None:
     if args.other:
         require_packages("scipy")
         other = load_with_router(args.other, None, args)
-        check_comparable(trained, other)
+        check_comparable(trained, other, COMPARED, ["tokenizer"])
     tokens, data = read_validation(trained, args)
     text = tokens[:, :-1]
     if len(text) < 2:

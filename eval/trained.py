@@ -1,7 +1,7 @@
 """Load a run's model for evaluation: the weights of a checkpoint, or their EMA."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,6 +131,22 @@ def _choose_step(run: Run, step: int | None) -> int:
     if step not in steps:
         raise RunError(f"{run}: no checkpoint of step {step}, {present}; name one of these")
     return step
+
+
+def check_comparable(
+    first: Trained, other: Trained, settings: Sequence[str], metadata: Sequence[str]
+) -> None:
+    """Raise RunError if two runs differ in `settings` of the model or in `metadata`."""
+    differing = []
+    for key in settings:
+        if getattr(first.config.model, key) != getattr(other.config.model, key):
+            differing.append(f"model.{key}")
+    differing += [key for key in metadata if first.metadata[key] != other.metadata[key]]
+    if differing:
+        raise RunError(
+            f"{first.folder} and {other.folder} cannot be compared: they differ in "
+            f"{', '.join(differing)}; name another run (or one set for both, --data)"
+        )
 
 
 def find_set(trained: Trained, name: str) -> Path | None:

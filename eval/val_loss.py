@@ -50,6 +50,7 @@ from eval.trained import (
     Trained,
     add_device_argument,
     add_run_arguments,
+    check_comparable,
     find_set,
     load_run,
     open_set,
@@ -242,22 +243,6 @@ def list_byte_counts(tokenizer: Tokenizer) -> np.ndarray:
     return counts
 
 
-def check_comparable(first: Trained, other: Trained, args: argparse.Namespace) -> None:
-    """Raise DataError if the windows of `first` are not also windows of the other run."""
-    differing = []
-    if first.metadata.get("tokenizer") != other.metadata.get("tokenizer"):
-        differing.append("tokenizers")
-    if first.config.model.block_size != other.config.model.block_size:
-        differing.append("model.block_size")
-    if not args.data and first.metadata.get("data") != other.metadata.get("data"):
-        differing.append("data sets (name one for both by --data)")
-    if differing:
-        raise DataError(
-            f"{other.folder} and {first.folder} differ in {', '.join(differing)}: or score them "
-            f"one by one and compare bits per byte"
-        )
-
-
 def score_corpora(
     trained: Trained, corpora: Sequence[Corpus], device: torch.device
 ) -> list[np.ndarray]:
@@ -316,8 +301,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = [load_run(run, args.step, args.ema) for run in args.runs]
     models = [trained for trained, _ in runs]
     corpora = open_corpora(*runs[0], args)
+    same = ["tokenizer"] if args.data else ["tokenizer", "data"]
     for other in models[1:]:
-        check_comparable(models[0], other, args)
+        check_comparable(models[0], other, ["block_size"], same)
     device = distributed.pick_device(args.device)
     results = [score_corpora(trained, corpora, device) for trained in models]
     rows = []

@@ -169,8 +169,8 @@ def test_sample_prints_characters_at_once(trained, capsys, monkeypatch):
     asked = []
 
     def sample_tokens(ids, *words):
-        def generate(model, prompt, *given):
-            asked.append((list(prompt), *given))
+        def generate(model, prompt, count, params, generator, vocab_size, end):
+            asked.append((list(prompt), count, params, generator.initial_seed(), vocab_size, end))
             return ids
 
         monkeypatch.setattr(generation, "generate", generate)
@@ -184,12 +184,8 @@ def test_sample_prints_characters_at_once(trained, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     words = ["--ignore-end", "--tokens", "7", "--seed", "9", "--top-k", "5"]
     assert "".join(sample_tokens([97, 0x1B, 10], *words)[:-1]) == "a\\x1b\n"
-    (prompt, count, params, generator, vocab_size, end), second = asked
-    assert (prompt, count, vocab_size, end) == ([256, *"à".encode()], 400, 257, 256)
-    assert params == (0.8, 0, 1.0) and generator.initial_seed() == 0
-    prompt, count, params, generator, _, end = second
-    assert (prompt, count, generator.initial_seed(), end) == ([256], 7, 9, None)
-    assert params == (0.8, 5, 1.0)
+    assert asked[0] == ([256, *"à".encode()], 400, (0.8, 0, 1.0), 0, 257, 256)
+    assert asked[1] == ([256], 7, (0.8, 5, 1.0), 9, 257, None)
 
 
 SAMPLE_ERRORS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numerics import assert_near, seeded, tolerance
+from numerics import SEED, assert_near, seeded, tolerance
 from runs import REPO_ROOT, read_tables
 from scipy import stats
 from test_router import GATES, SPARSE
@@ -20,7 +20,7 @@ from data.bins import open_tokens
 from data.loader import fixed_windows
 from eval import routing, traces
 from eval.routing import compare_choices, measure_layer, record_routing, route_text
-from eval.trained import load_model, load_run
+from eval.trained import check_comparable, load_model, load_run
 from model import GPT
 from router import Router, Routing
 from runtime.metrics import read_metrics
@@ -128,43 +128,34 @@ def test_experts_without_tokens_and_choices_of_all_experts():
     assert agreement["matched"] == agreement["matched_by_chance"] == 1
 
 
-def test_a_model_agrees_with_itself_under_any_numbers(tiny):
-    def agreement_of(model, other):
-        layers = []
-        pair = [traces.trace_windows(one, tokens).experts for one in (model, other)]
-        for mine, theirs in zip(*pair, strict=True):
-            shape = (12, 32, 2)
-            layers.append(compare_choices(mine.reshape(shape), theirs.reshape(shape), 8))
-        return layers
-
-    softmax = "model.router=softmax"  # no ties, which go to the lower number
-    model, tokens = tiny_model(tiny, 0, softmax)
-    for layer in agreement_of(model, model):
-        assert layer["same_number"] == layer["matched"] == 1
-        assert layer["matched_by_chance"] < 0.7 and layer["same_number_by_chance"] < 0.6
-    for decided in record_routing(model, torch.from_numpy(tokens[:, :-1])):
-        second, third = decided.scores.topk(3).values[:, 1:].T
-        assert (second - third).min() > 1e-6  # rounding cannot change a choice
-    renumbered, _ = tiny_model(tiny, 0, softmax)
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        for block in renumbered.blocks:
-            experts = block.mlp.experts
-            for parameter in (block.mlp.router.weight, experts.w_in, experts.w_out):
-                parameter.copy_(parameter[order].clone())
-    for layer in agreement_of(model, renumbered):
-        assert layer["matched"] == 1 and layer["same_number"] < 0.7
-    apart, _ = tiny_model(tiny, 1, softmax)
-    for layer in agreement_of(model, apart):
-        assert layer["matched"] < 0.9
+def test_choices_agree_under_any_numbers():
+    """Of three models: one, the same with other numbers of its experts, and an independent one."""
+    random = np.random.default_rng(SEED)
+    mine = random.random((12, 32, 8)).argsort(-1)[..., :2]
+    numbers = random.permutation(8)
+    same, renumbered, apart = (
+        compare_choices(mine, other, 8)
+        for other in (mine, numbers[mine], random.random((12, 32, 8)).argsort(-1)[..., :2])
+    )
+    assert same["same_number"] == same["matched"] == renumbered["matched"] == 1
+    assert renumbered["same_number"] == pytest.approx(np.mean(numbers[mine] == mine), abs=0.5)
+    for agreement in (same, renumbered, apart):
+        assert 0.15 < agreement["same_number_by_chance"] < 0.35  # 2 of 8
+        assert agreement["matched_by_chance"] < 0.5
+    assert apart["matched"] < 0.5
 
 
-def share(layer, name):
-    return f"{100 * layer[name]:.0f}% ({100 * layer[f'{name}_by_chance']:.0f}%)"
+def assert_shows(cell, layer, name):
+    """The cell is a layer's number, or a share with that by chance in brackets."""
+    by_chance = layer.get(f"{name}_by_chance")
+    if by_chance is None:
+        assert float(cell) == pytest.approx(layer[name], abs=0.05)
+    else:
+        assert cell == f"{100 * layer[name]:.0f}% ({100 * by_chance:.0f}%)"
 
 
 def test_command_compares_two_checkpoints(made, call):
-    """Loads are what training saw in the same windows; every cell is a number of routing.json."""
+    """Loads are what training saw in the same windows; cells are numbers of routing.json."""
     run = made / "kern"
     printed = call(routing.main, run, "--windows", 6, "--checkpoint", 2, "--other", run)
     file = run / "eval/step_00000002/routing-kern-step_00000004/routing.json"
@@ -181,27 +172,25 @@ def test_command_compares_two_checkpoints(made, call):
     assert "agreement with kern, step_00000004\n" in printed
     assert printed.endswith(f"192 tokens; {file}\n")
     layers, agreement = read_tables(printed)
-    for number, (row, layer) in enumerate(zip(layers, report["layers"], strict=True)):
-        assert row == {
-            "layer": str(number),
-            "busiest": f"{layer['load_imbalance']:.2f}",
-            "idle": str(layer["dead_experts"]),
-            "in use": f"{layer['in_use']:.1f}",
-            "per token": f"{layer['per_token']:.1f}",
-            "zero gates": f"{100 * layer['zero_gates']:.2f}%",
-            "vocabulary": share(layer, "vocabulary"),
-            "partner": share(layer, "strongest_partner"),
-        }
+    cells = {
+        "busiest": "load_imbalance",
+        "idle": "dead_experts",
+        "in use": "in_use",
+        "per token": "per_token",
+        "vocabulary": "vocabulary",
+        "partner": "strongest_partner",
+    }
+    for row, layer in zip(layers, report["layers"], strict=True):
+        assert row["zero gates"] == f"{100 * layer['zero_gates']:.2f}%"
+        for column, key in cells.items():
+            assert_shows(row[column], layer, key)
     tokens = read_windows(open_tokens(load_model(run).config.data.folders[0], "val"), 6)
     pair = [traces.trace_windows(load_model(run, step).model, tokens).experts for step in (2, 4)]
     for number, (row, layer) in enumerate(zip(agreement, report["agreement"], strict=True)):
         mine, theirs = (experts[number].reshape(6, 32, 2) for experts in pair)
         assert layer == {"layer": number} | compare_choices(mine, theirs, 8)
-        assert row == {
-            "layer": str(number),
-            "same number": share(layer, "same_number"),
-            "matched": share(layer, "matched"),
-        }
+        assert_shows(row["same number"], layer, "same_number")
+        assert_shows(row["matched"], layer, "matched")
 
 
 def test_a_text_goes_where_a_pass_over_its_document_sends_it(made):
@@ -223,7 +212,7 @@ def test_a_text_goes_where_a_pass_over_its_document_sends_it(made):
 ERRORS = {
     "dense": "dense is dense and has no router; name a run with another model.router",
     "kern --other {}/dense": "dense is dense and has no router",
-    "kern --other {}/tanh": "kern and tanh cannot be compared: they differ in model.top_k; name",
+    "kern --other {}/tanh": "/tanh cannot be compared: they differ in model.top_k; name another",
     "kern --windows -1": "--windows -1: expected 1 or more",
     "kern --windows 1": "tiny: 1 window, chance needs two; raise --windows or name a larger set",
     "kern --windows 2": "no token occurs 65 times among 64 tokens; raise --windows",
@@ -236,7 +225,7 @@ def test_runs_of_other_tokenizers_are_not_compared(made):
     trained = load_model(made / "kern")
     other = trained._replace(metadata=trained.metadata | {"tokenizer": "0" * 64})
     with pytest.raises(ValueError, match="differ in tokenizer; name another run"):
-        routing.check_comparable(trained, other)
+        check_comparable(trained, other, routing.COMPARED, ["tokenizer"])
 
 
 @pytest.mark.parametrize("words", ERRORS)
@@ -285,12 +274,10 @@ def test_trace_has_experts_gates_and_tokens_by_layer(made, trace):
     wanted = traces.trace_windows(trained.model, tokens)
     for name in ("experts", "gates", "losses"):
         assert trace[name].tolist() == getattr(wanted, name).tolist()
-    assert trace["experts"].shape == trace["gates"].shape == (2, 6 * 32, 2)
+    assert trace["experts"].shape == (2, 6 * 32, 2)
     many = {"n_layer": 1, "n_expert": 300, "expert_hidden": 1}  # more than a byte holds
     model = GPT(trained.config.model.model_copy(update=many)).eval()
-    chosen = traces.trace_windows(model, tokens).experts
-    (decided,) = record_routing(model, torch.from_numpy(tokens[:, :-1]))
-    assert chosen.max() > 255 and chosen[0].tolist() == decided.experts.tolist()
+    assert traces.trace_windows(model, tokens).experts.max() > 255
 
 
 @pytest.mark.numerics

@@ -15,7 +15,6 @@ from corpora import jsonl, write_ids
 from numerics import SEED, assert_near, tolerance
 from runs import read_tables
 from runs import run as train_run
-from scipy import stats
 
 import configure
 from configure.schema import Mix
@@ -23,6 +22,7 @@ from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import scoring, val_loss
 from eval.trained import load_model
 from eval.val_loss import main
+from report.compare import clustered
 from runtime.folder import path_of
 from runtime.metrics import ARRAYS, read_metrics
 
@@ -80,21 +80,6 @@ def assert_close(measured, wanted, name):
     assert_near(*values, tolerance(torch.float32, 32), name)
 
 
-def estimate(nats, counts, documents):
-    """Mean and 95% interval of a ratio of sums, clustered over documents, by its formula."""
-    mean = nats.sum() / counts.sum()
-    sums, shares = [], []
-    for document in set(documents):
-        own = np.array(documents) == document
-        sums.append((nats[own] - mean * counts[own]).sum())
-        shares.append(counts[own].sum() / counts.sum())
-    sums, shares = np.array(sums), np.array(shares)
-    error = math.sqrt((sums**2 / (1 - shares)).sum()) / counts.sum()
-    freedom = max(1, (shares**2).sum() ** 2 / (shares**4).sum() - 1)
-    half = stats.t.ppf(0.975, freedom) * error
-    return [mean, mean - half, mean + half]
-
-
 @pytest.mark.numerics
 def test_loss_equals_the_logged_one(dense_run, score):
     steps = {}
@@ -105,8 +90,8 @@ def test_loss_equals_the_logged_one(dense_run, score):
     losses = np.array(steps[4]["val/window_losses"])
     assert_close(line["loss"], losses.mean(), "loss")
     assert (line["windows"], line["tokens"], line["split"], line["step"]) == (6, 6 * 32, "val", 4)
-    wanted = estimate(32 * losses, np.full(6, 32), steps[4]["val/window_documents"])
-    assert [line["loss"], line["low"], line["high"]] == pytest.approx(wanted, rel=1e-3)
+    wanted = clustered(losses, steps[4]["val/window_documents"])
+    assert [line["loss"], line["low"], line["high"]] == pytest.approx(wanted[:3], rel=1e-3)
     assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
     assert main([str(dense_run)]) == 0  # results are added
     assert (dense_run / "eval/step_00000004/val_loss.json").read_text().count("\n") == 2
@@ -170,13 +155,14 @@ def test_losses_of_two_runs_are_paired_by_document(dense_run, module_tiny, tmp_p
     file.write_bytes(jsonl(texts))
     printed = call(main, dense_run, other, "--data", file, "--stride", 8)
     first, second = (load_model(run).model for run in (dense_run, other))
-    sums = []  # of the differences of each document
-    for text in texts:
+    nats = []
+    owners = []  # the document of each
+    for number, text in enumerate(texts):
         documents = [[EOT, *text.encode()]]
-        nats = np.subtract(by_hand(second, documents, 32, 8), by_hand(first, documents, 32, 8))
-        sums.append(nats.sum())
-    counts = np.array([len(text.encode()) for text in texts])
-    wanted = estimate(np.array(sums), counts, range(len(texts)))
+        own = np.subtract(by_hand(second, documents, 32, 8), by_hand(first, documents, 32, 8))
+        nats.extend(own)
+        owners.extend([number] * len(own))
+    wanted = clustered(nats, owners)[:3]
     (rows,) = read_tables(printed)
     assert rows[0]["minus the first's, 95%"] == "-"
     said = re.findall(r"[+-]\d+\.\d+", rows[1]["minus the first's, 95%"])
@@ -235,7 +221,7 @@ ERRORS = {
     "RUN --data HERE/small": "20 tokens, but one window of block_size 32 needs 33",
     "RUN --data HERE/damaged": "damaged/val-00000.bin: expected sha256",
     "HERE/moved": "HERE/gone/tiny: no such data set. Prepare it",
-    "RUN HERE/short": "short and RUN differ in model.block_size: or score",
+    "RUN HERE/short": "short cannot be compared: they differ in model.block_size; name",
     "RUN HERE/short.txt": "HERE/short.txt",
 }
 
