@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from balance import Stats, balance_loss
 from configure.schema import Optim, Train
 from data.loader import prefetch
 from runtime import Stopped, distributed
-from runtime.batches import Batch, RankBatches, seed_step
+from runtime.batches import Batch, RankBatches, score, seed_step
 from runtime.cadence import Cadence
 from runtime.checkpoint import Saver
 from runtime.folder import RunFolder, path_of
@@ -187,6 +188,22 @@ def forward_backward(
     return stats
 
 
+def recompute(
+    state: TrainState, batches: RankBatches, config: configure.Config, step: int
+) -> dict[str, list[Any]]:
+    """Repeat a step (from 0) for a crash dump, which also reads the gradients that this leaves.
+
+    Returns this rank's windows, and the loss of each, nats per token.
+    """
+    ranks = batches.ranks
+    seed_step(config.run.seed, step, ranks)
+    forward_backward(state, batches.read([step]), batches.accumulation, config.train)
+    seed_step(config.run.seed, step, ranks)  # the same dropout
+    losses = score(state.forward, batches.read([step]), ranks.device)
+    assert losses is not None
+    return {"windows": batches.locate(step), "losses": losses.tolist()}
+
+
 def train(
     config: configure.Config,
     stop: Stop | None = None,
@@ -249,7 +266,8 @@ def train(
         stack.callback(batches.close)
         evaluated = state.step in plan.evaluated_steps
         cadence = Cadence(config, state.step, evaluated, ranks, stop, saver)
-        guard = Guard(plan.run, state.updates)
+        recompute_step = partial(recompute, state, rank_batches, config)
+        guard = Guard(plan.run, state.model, state.updates, ranks, recompute_step)
 
         for step in range(state.step, max_steps + 1):  # `step` optimizer steps are done
             due = cadence.at(step)  # the ranks agree through their hosts, not through devices

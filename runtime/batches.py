@@ -40,11 +40,22 @@ class RankBatches(NamedTuple):
     def read(self, steps: Iterable[int]) -> Iterator[Batch]:
         """Yield the micro-batches of the given steps, one after the other."""
         for step in steps:
-            for micro in range(self.accumulation):
-                number = micro * self.ranks.world_size + self.ranks.rank
-                first_row = number * self.micro_batch_size
-                batch = self.loader.batch(step, first_row, self.micro_batch_size)
+            for row in self._first_rows():
+                batch = self.loader.batch(step, row, self.micro_batch_size)
                 yield to_host_tensors(batch, self.ranks.device)
+
+    def locate(self, step: int) -> list[int]:
+        """The windows that this rank reads in a step, numbered over all sets (`Loader.indices`)."""
+        windows = []
+        for row in self._first_rows():
+            windows += self.loader.indices(step, row, self.micro_batch_size).tolist()
+        return windows
+
+    def _first_rows(self) -> list[int]:
+        """First row of each of this rank's micro-batches among the rows of a step."""
+        rank, world_size = self.ranks.rank, self.ranks.world_size
+        numbers = [micro * world_size + rank for micro in range(self.accumulation)]
+        return [number * self.micro_batch_size for number in numbers]
 
 
 def seed_step(seed: int, step: int, ranks: Ranks) -> None:

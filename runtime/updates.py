@@ -4,18 +4,23 @@ Loss scale and counters are numbers on the device. So is the halt flag: a run th
 is halted, which skips every later step until the host next reads the numbers. It then finds
 weights, moments and numbers as they were when the run was halted (`Guard`).
 
-A loss that is NaN or Inf halts it immediately. Gradients that are NaN or Inf only skip their step;
+A loss that is NaN or Inf halts it immediately, and a crash dump, crash-step_00001234.json in the
+run's folder, has what led to it. Gradients that are NaN or Inf only skip their step;
 MAX_SKIPPED_STEPS in a row halt the run.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from runtime import RunError
+from common.files import write_atomic
+from runtime import RunError, distributed
+from runtime.distributed import Ranks
 from runtime.folder import RunFolder
 from runtime.optimizers import Optimizers
 from runtime.parallel import find_mesh, full_tensor, local_part, reshard
@@ -259,9 +264,23 @@ class Guard:
     Every rank calls its methods at the same steps.
     """
 
-    def __init__(self, run: RunFolder, updates: Updates) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        model: nn.Module,
+        updates: Updates,
+        ranks: Ranks,
+        recompute: Callable[[int], dict[str, list[Any]]],
+    ) -> None:
+        """`recompute` repeats the forward and backward pass of a step (from 0).
+
+        It returns this rank's windows and the loss of each.
+        """
         self.run = run
+        self.model = model
         self.updates = updates
+        self.ranks = ranks
+        self.recompute = recompute
         self.remedy = (
             "Start again under another run.name with a lower optim.lr or a longer "
             "optim.warmup_steps"
@@ -273,15 +292,17 @@ class Guard:
         """Read the counters of the steps so far. Waits for the device: not for every step.
 
         Raises:
-            RunError: the run is halted: a loss that is NaN or Inf, or too many skipped steps in a
-                row.
+            RunError: the run is halted: a loss that is NaN or Inf, which also writes the crash
+                dump, or too many skipped steps in a row.
         """
         counters = self.updates.read()
         step = int(counters.step)
         if counters.halted == BAD_LOSS:  # weights are still as they were before that step
+            file = self._dump_crash(step, counters)
             raise RunError(
                 f"{self.run}: train loss {counters.loss} in step {step + 1}, before its update: "
-                f"the weights are those of step {step}. {self.remedy}"
+                f"the weights are those of step {step}. {file} has its windows and, computed once "
+                f"more, the loss of each and the norms of weights and gradients. {self.remedy}"
             )
         if counters.halted != RUNNING:
             raise RunError(
@@ -299,3 +320,38 @@ class Guard:
                 f"{self.run}: val loss {loss.item()} at step {step}, the run has diverged. "
                 f"{self.remedy}"
             )
+
+    def _dump_crash(self, step: int, counters: Counters[float]) -> Path:
+        """Repeat step number `step` (from 0) and describe it in a file; returns its path."""
+        windows = {"rank": self.ranks.rank} | self.recompute(step)
+        dump = {
+            "step": step,
+            "loss": counters.loss,
+            "loss_scale": counters.scale,
+            "ranks": distributed.gather(windows, self.ranks.control),
+            "parameters": measure_parameters(self.model, counters.scale),
+        }
+        path = self.run.path / f"crash-step_{step:08d}.json"
+        if self.ranks.rank == 0:
+            # JSON has no numbers for NaN and Inf: they become strings.
+            finite = json.loads(json.dumps(dump), parse_constant=lambda name: str(float(name)))
+            try:
+                write_atomic(path, json.dumps(finite, indent=1) + "\n")
+            except OSError as error:  # must not hide the error that stops the run
+                print(f"warning: {path} could not be written ({error.strerror})", flush=True)
+        return path
+
+
+@torch.no_grad()
+def measure_parameters(model: nn.Module, loss_scale: float) -> dict[str, dict[str, float]]:
+    """{name: norms of the weight and of its gradient}, in float64. Every rank calls it."""
+    norms = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        weight_norm = full_tensor(torch.linalg.vector_norm(p, dtype=torch.float64))
+        gradient_norm = full_tensor(torch.linalg.vector_norm(p.grad, dtype=torch.float64))
+        norms[name] = {
+            "weight_norm": weight_norm.item(),
+            "gradient_norm": gradient_norm.item() / loss_scale,
+        }
+    return norms

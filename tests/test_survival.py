@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 import runs
-import torch
 import torch.distributed as dist
 from conftest import write_tiny
 from runs import ALONE, checkpoints, column, content, end, flip, metrics, run, steps
@@ -278,8 +277,8 @@ def be_a_rank(file):
 
     def poisoned(model, *args):
         out = forward(model, *args)
-        bad = rank == 1 and model.training and torch.is_grad_enabled()
-        return out._replace(loss=out.loss * math.nan) if bad else out
+        bad = rank == 1 and model.training
+        return out._replace(loss=out.loss * math.nan, losses=out.losses * math.nan) if bad else out
 
     GPT.forward = poisoned
     case("nan")
@@ -338,6 +337,10 @@ def test_loss_of_one_rank_that_is_not_finite_stops_all(resumed, module_file):
     for rank in range(2):
         error = (module_file.parent / f"nan.{rank}.error").read_text()
         assert error.startswith("RunError") and "train loss nan in step 1" in error
+    (file,) = folder.path_of(config_of(module_file, "nan")).glob("crash-*.json")
+    first, second = json.loads(file.read_text())["ranks"]
+    assert all(math.isfinite(loss) for loss in first["losses"]) and "nan" in second["losses"]
+    assert not {*first["windows"]} & {*second["windows"]}
 
 
 @pytest.mark.integration

@@ -2,9 +2,12 @@
 halted; Muon.
 """
 
+import json
 import math
 import shutil
+import statistics
 from functools import partial
+from pathlib import Path
 
 import pytest
 import reference_trainer
@@ -13,6 +16,8 @@ from numerics import SEED, Operators, assert_near, seeded, tolerance
 from runs import checkpoints, column, end, metrics, run, steps
 
 from configure.schema import Model, Optim
+from data.bins import open_tokens
+from data.loader import Loader
 from model import GPT
 from runtime import RunError, checkpoint, folder
 from runtime.optimizers import (
@@ -340,7 +345,7 @@ def test_loss_that_is_not_finite_stops_the_run_before_the_update(
         run(config)
     assert "lower optim.lr" in str(error.value)
     assert "bfloat16" not in str(error.value)  # of no help to a run in float32
-    assert len(weights) == (4 if pause[0] == "log.interval=1" else 5)
+    assert len(weights) == (5 if pause[0] == "log.interval=1" else 6)  # the last for the crash dump
     assert weights[3].isfinite().all() and torch.equal(weights[3], weights[-1])
     assert not torch.equal(weights[2], weights[3])
     assert steps(config) == saved
@@ -348,6 +353,35 @@ def test_loss_that_is_not_finite_stops_the_run_before_the_update(
     if saved:
         checkpoint.restore_weights(checkpoints(config), 3, model := GPT(config.model))
         assert torch.equal(flat(model), weights[3])
+
+
+@pytest.mark.numerics
+def test_crash_dump_repeats_the_step(tiny, poison):
+    """Of a step whose loss was bad only once: windows, dropout, weights and gradients are those of
+    an undisturbed run. JSON has no NaN.
+    """
+    own = ["model.dropout=0.1", "train.dtype=float16", "train.micro_batch_size=4"]
+    own += [f"run.seed={SEED}", "train.checkpoint_interval=1", "train.keep_checkpoints=9"]
+    undisturbed = tiny("run.name=undisturbed", *own)
+    third = run(undisturbed)[4]
+    poison({5}, math.nan)  # the second micro-batch of step 3
+    with pytest.raises(RunError, match="train loss nan in step 3.*crash-step_00000002.json has"):
+        run(config := tiny(*own))
+    (file,) = folder.path_of(config).glob("crash-*")
+    dump = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name}"))
+    assert (dump["step"], dump["loss"], dump["loss_scale"]) == (2, "nan", 65536)
+    (rank,) = dump["ranks"]
+    tokens = open_tokens(Path(config.data.dir, config.data.name), "train")
+    loader = Loader(tokens, config.model.block_size, config.train.batch_size, SEED)
+    assert rank["windows"] == loader.indices(2).tolist()
+    assert statistics.fmean(rank["losses"]) == pytest.approx(third["train/loss"], rel=1e-6)
+    checkpoint.restore_weights(checkpoints(undisturbed), 2, model := GPT(config.model))
+    norms = dump["parameters"]
+    for name, p in model.named_parameters():
+        assert norms[name]["weight_norm"] == pytest.approx(p.norm().item(), rel=1e-5), name
+    norm = torch.tensor([norms[name]["gradient_norm"] for name in norms]).norm()
+    limit = tolerance(torch.float32, 257 * 32)  # the longest tensor
+    assert_near(norm, torch.tensor(third["optim/grad_norm"]), limit, "gradient norm")
 
 
 @pytest.mark.parametrize("name", ["eager", "compiled"])
