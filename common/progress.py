@@ -4,15 +4,13 @@ import os
 import re
 import shutil
 import sys
-import time
-from contextlib import AbstractContextManager
 from typing import Any
 
 from tqdm import tqdm
 
 # between the parts of a format: a comma, or a space before or after the bar
 SEPARATOR = re.compile(r"(, | (?=\|)|(?<=\|) )")
-FORMAT = "{desc}: {n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} left{postfix}"
+FORMAT = "{desc}: {n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} left"
 
 
 def progress_bar(every: float | None = None, **options: Any) -> Any:
@@ -61,48 +59,28 @@ class FittedBar(tqdm):
         return tqdm.format_meter(n, total, elapsed, ncols, bar_format=bar_format, **options)
 
 
-class ProgressLines(AbstractContextManager["ProgressLines"]):
+class ProgressLines(tqdm):
     """A tqdm bar for a file: lines without the bar, one every few seconds and one at the end.
 
     tqdm itself would write carriage returns into the file.
     """
 
-    def __init__(
-        self, every: float, desc: str, total: int, initial: int = 0, **options: Any
-    ) -> None:
-        self.bar_format = options.pop("bar_format", FORMAT)
-        options.update(prefix=desc, total=total, initial=initial)
-        self.options = options  # options of tqdm.format_meter
-        self.every = every
-        self.n = self.shown = initial
-        self.start = self.shown_at = time.monotonic()
+    monitor_interval = 0  # no thread that shows lines earlier
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __init__(self, every: float, bar_format: str = FORMAT, **options: Any) -> None:
+        options |= {"mininterval": every, "delay": every, "miniters": 1, "smoothing": 0}
+        super().__init__(bar_format=bar_format, **options)
 
-    def update(self, n: int = 1) -> None:
-        """Add `n`; print a line if the last one is `every` seconds old."""
-        self.n += n
-        if time.monotonic() >= self.shown_at + self.every:
-            self._show()
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Print a line."""
+        self.bar_format = re.sub(r" \|\{bar.*?\}\|", ",", self.bar_format)
+        print(self, file=sys.stderr, flush=True)
 
-    def set_postfix_str(self, text: str, refresh: bool = False) -> None:
-        self.options["postfix"] = text
-
-    def write(self, line: str) -> None:
+    def write(self, line: str) -> None:  # pyrefly: ignore[bad-override] (tqdm's prints bars again)
         print(line, flush=True)
 
     def close(self) -> None:
         """Print the final count, unless the last line has it."""
-        if self.n != self.shown:
-            self._show()
-
-    def _show(self) -> None:
-        now = time.monotonic()
-        line_format = re.sub(r" \|\{bar.*?\}\|", ",", self.bar_format)
-        line = tqdm.format_meter(
-            self.n, elapsed=now - self.start, bar_format=line_format, **self.options
-        )
-        print(line, file=sys.stderr, flush=True)
-        self.shown = self.n
-        self.shown_at = now
+        if not self.disable and self.n != self.last_print_n:
+            self.display()
+        self.disable = True

@@ -46,16 +46,15 @@ def test_rows_of_steps(tiny_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "build_step", build_or_fail)
     monkeypatch.setattr(bench, "time_call", lambda function, device: function() or next(seconds))
     file = tmp_path / "step.json"
-    words = ["step", str(tiny_file), "--rounds", "3", "--json", str(file)]
-    routers = [f"--model.router={name}" for name in ("dense", "softmax", "kern")]
-    assert bench.main([*words, *routers]) == 1
+    words = ["step", str(tiny_file), "--rounds", "3", "--json", str(file), "--run.name="]
+    assert bench.main([*words, "--model.router=[dense,softmax,kern]"]) == 1
     data = json.loads(file.read_text())
-    assert data["skipped"] == {"softmax": "RuntimeError: CUDA out of memory"}
-    assert [row["alternative"] for row in data["rows"]] == ["dense", "kern"]
+    assert data["skipped"] == {"tiny-softmax": "RuntimeError: CUDA out of memory"}
+    assert [row["alternative"] for row in data["rows"]] == ["tiny-dense", "tiny-kern"]
     assert [row["ratio"] for row in data["rows"]] == [1.0, 2.0]
     dense, kern = (row["tokens/s"] for row in data["rows"])
     assert dense == 2 * kern > 0
-    assert "skipped softmax" in capsys.readouterr().out
+    assert "skipped tiny-softmax" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def test_golden_losses(router, folder):
 @pytest.mark.parametrize("router", ["softmax", "kern"])
 def test_a_gpu_gives_the_golden_losses(router, folder):
     losses = golden.train_router(router, folder, "--train.device=cuda", "--train.compile=off")
-    assert max(golden.compare_losses(losses, LOSSES[router]).values()) < golden.DEVICE_TOLERANCE
+    differences = golden.compare_losses(losses, LOSSES[router])
+    assert max(differences.values()) < 1e-3  # another device's rounding grows from step to step
 
 
 def test_a_loss_that_is_missing_or_not_finite_differs():

@@ -1,4 +1,4 @@
-"""What the pages name exists: files, tests, config keys, options. Their commands parse.
+"""What the pages name exists: files, tests, config keys. Their commands parse.
 
 Pages are the Markdown files, the notebook, and the docstrings of commands. A command is parsed by
 its own parser, and goes no further.
@@ -13,7 +13,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from argparse import ArgumentParser, _SubParsersAction
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -37,9 +37,6 @@ OTHER_FILES = {"train_llama_small_adam_80g8.py", "gpu_model/host.py", "config.to
 LEFT_OUT = ("…", "CORPUS")  # words of commands
 NO_KEYS = {"model.generate"}  # a method of transformers
 OTHER_PROGRAMS = {"pip", "source", "hf", "wandb", "sbatch", "vllm", "lm_eval", "lm-eval", "trl"}
-# of torchrun and sbatch; of vLLM and lm_eval
-OTHER_OPTIONS = {"--nproc_per_node", "--nodes", "--standalone", "--signals-to-handle"}
-OTHER_OPTIONS |= {"--model", "--trust-remote-code", "--model-impl", "--hf-overrides"}
 PLACEHOLDER = re.compile(r"\b(FILES?|FOLDER|NAME|SET|OUT|OTHER)\b|section\.key|…|\.\.\.")
 
 
@@ -84,22 +81,8 @@ def find_commands() -> list[str]:
     return sorted(command.strip() for command in commands if command.strip())
 
 
-def find_options(module: str, monkeypatch) -> set[str]:
-    """The options of a command, those of its subcommands included."""
-    parsers = [parse_module(module, [], monkeypatch, only_build=True)]
-    options = set()
-    for parser in parsers:
-        for action in parser._actions:
-            options.update(action.option_strings)
-            if isinstance(action, _SubParsersAction):
-                parsers += action.choices.values()
-    return options
-
-
-def parse_module(
-    module: str, words: list[str], monkeypatch, only_build: bool = False
-) -> ArgumentParser:
-    """Run `python -m MODULE` until its arguments are parsed; returns its parser.
+def parse_module(module: str, words: list[str], monkeypatch) -> None:
+    """Run `python -m MODULE` until its arguments are parsed.
 
     Raises SystemExit if they are wrong. Arguments that it leaves over are overrides of keys.
     """
@@ -108,8 +91,6 @@ def parse_module(
 
     def parse_and_end(parser, args=None, namespace=None):
         nonlocal depth
-        if only_build:
-            raise Parsed(parser)
         depth += 1  # a subparser is called within
         try:
             values, left = parse(parser, args, namespace)
@@ -126,16 +107,15 @@ def parse_module(
                 raise ValueError(f"{override}: no key with a value")
         for file in set(left) - set(overrides):
             check_file(file)
-        raise Parsed(parser)
+        raise Parsed
 
     with monkeypatch.context() as patch:
         patch.setattr(ArgumentParser, "parse_known_args", parse_and_end)
         patch.setattr(ArgumentParser, "parse_known_intermixed_args", parse_and_end)
         patch.setattr(Stop, "listen", lambda stop: stop)  # it would catch pytest's signals
         patch.setattr(sys, "argv", [module, *words])
-        with pytest.raises(Parsed) as end:
+        with pytest.raises(Parsed):
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-    return end.value.args[0]
 
 
 def check_file(name: str) -> None:
@@ -226,29 +206,6 @@ def test_the_keys_that_the_pages_name_exist():
                 faults.append(f"{page}: no key {key}")
     assert not faults, "\n".join(faults)
     assert n_found > 60
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_the_options_that_the_pages_name_exist(monkeypatch):
-    """Of any command: a table names the options of several."""
-    monkeypatch.chdir(REPO_ROOT)
-    options = {"--fresh", "--help"} | OTHER_OPTIONS
-    for file in sorted(FILES):
-        is_command = file.startswith(("data/", "eval/", "scripts/", "tools/", "track/"))
-        if is_command and file.endswith(".py") and "run_command(" in (REPO_ROOT / file).read_text():
-            module = file.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
-            options |= find_options(module, monkeypatch)
-    for module in ("scripts.report", "scripts.export"):
-        options |= find_options(module, monkeypatch)
-    faults = []
-    for page, text in PAGES.items():
-        for code in re.findall(r"`([^`\n]+)`", text):
-            if code.split()[0] in OTHER_PROGRAMS or code.startswith("studies."):  # at e125ff1
-                continue
-            for option in re.findall(r"(?<!\S)(--[a-z][\w-]*)(?![\w.-])", code):
-                if option not in options:
-                    faults.append(f"{page}: no option {option}")
-    assert not faults, "\n".join(faults)
 
 
 def test_the_tests_that_the_documentation_names_exist():

@@ -7,9 +7,9 @@ step     a training step of train.py (all passes, update, statistics) on random 
 moe      kernels.expert_mlp against F.grouped_mm and one dense MLP of as many FLOPs, forward and
          backward
 
-A key given several times makes alternatives, of several such keys all combinations:
+A list for a key makes alternatives, and so does an axis of the file; of several all combinations:
 
-    python -m tools.bench step config/quickstart.toml --model.router=dense --model.router=kern
+    python -m tools.bench step config/quickstart.toml --model.router=[dense,kern]
 
 --json FILE writes the figures; --profile FILE a trace of the first alternative's step
 (chrome://tracing). An alternative that raises RuntimeError, as without memory, is skipped with a
@@ -25,7 +25,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import product, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,26 +175,12 @@ def draw_tokens(config: Config, shape: tuple[int, int, int]) -> tuple[Tensor, Te
     return x, y
 
 
-def list_alternatives(file: str, overrides: list[str]) -> dict[str, Config]:
-    """{name: config} for each combination of values."""
-    values: dict[str, list[str]] = {}
-    for override in overrides:
-        values.setdefault(override.partition("=")[0], []).append(override)
-    configs = {}
-    for point in product(*values.values()):
-        varied = []
-        for override in point:
-            key, _, value = override.partition("=")
-            if len(values[key]) > 1:
-                varied.append(value if key == "--model.router" else override.rpartition(".")[2])
-        config = configure.load(file, point)
-        configs[", ".join(varied) or config.model.router] = config
-    return configs
-
-
 def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
     """Time a training step of each alternative; ratios are to the first."""
-    configs = list_alternatives(args.config, overrides)
+    configs = {}
+    for point in configure.sweep_points(args.config, overrides):
+        config = configure.load(args.config, point)
+        configs[config.run.name] = config
     device = distributed.pick_device(next(iter(configs.values())).train.device)
     bench = Benchmark(args, device)
     # of all graphs: five models' would not fit an H200; each replay writes what it reads
