@@ -28,7 +28,6 @@ def key(
     decay_branch: bool = False,
     acts_if: str = "",
     in_every_run: bool = False,
-    scaled: bool = False,
     report: Literal["", "setting", "option", "neutral", "router"] = "",
     label: Literal["", "first", "last"] = "",
     validation_text: bool = False,
@@ -50,8 +49,6 @@ def key(
         acts_if: the key has an effect only if this one is set ("train.init_from") or has this value
             ("optim.name=muon").
         in_every_run: config.toml of every run has it, and hardly a file that a user writes.
-        scaled: a count of steps or windows, which a rehearsal (sweep --scale) shortens. 0, which
-            disables, and -1, a part of the run, stay.
         report: runs with different values are not compared ("setting"), are arms of one comparison
             ("option"), or count as equal, because the key moves no loss except by rounding
             ("neutral"). "router" is the name of an arm. By default "neutral" if a run may resume
@@ -72,7 +69,6 @@ def key(
         "decay_branch": decay_branch,
         "acts_if": acts_if,
         "in_every_run": in_every_run,
-        "scaled": scaled,
         "report": report or ("neutral" if resume else "setting"),
         "label": label,
         "validation_text": validation_text,
@@ -452,7 +448,6 @@ class Train(Section):
         resume=True,
         report="setting",
         label="first",
-        scaled=True,
         other_names="steps max_iters lr_decay_iters epochs num_train_epochs",
     )
     init_from: str = key(
@@ -546,7 +541,6 @@ class Train(Section):
         "steps between checkpoints; 0 disables; -1: max_steps / 10, or more where a save is slow",
         ge=-1,
         resume=True,
-        scaled=True,
     )
     checkpoint_minutes: float = key(
         10.0, "minutes between checkpoints; 0 disables", ge=0, resume=True
@@ -642,7 +636,7 @@ class Optim(Section):
         decay_branch=True,
         other_names="min_lr",
     )
-    warmup_steps: int = key(500, "steps of linear warm-up", ge=0, scaled=True)
+    warmup_steps: int = key(500, "steps of linear warm-up", ge=0)
     beta1: float = key(0.9, "decay of the gradient's running mean", ge=0, lt=1)
     beta2: float = key(0.95, "decay of the squared gradient's running mean", ge=0, lt=1)
     eps: float = key(1e-8, "added to AdamW's denominator", gt=0, in_every_run=True)
@@ -662,13 +656,11 @@ class Eval(Section):
         "steps between evaluations",
         ge=1,
         resume=True,
-        scaled=True,
     )
     windows: int = key(
         2048,
         "validation windows of block_size tokens, the same every time",
         ge=1,
-        scaled=True,
     )
     tasks: str = key(
         "",
@@ -707,7 +699,7 @@ class Eval(Section):
 class Log(Section):
     """Metrics, Weights & Biases."""
 
-    interval: int = key(10, "steps between lines of metrics", ge=1, resume=True, scaled=True)
+    interval: int = key(10, "steps between lines of metrics", ge=1, resume=True)
     wandb: Literal["online", "offline", "disabled"] = key(
         "disabled",
         "Weights & Biases mode",

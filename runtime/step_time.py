@@ -25,6 +25,7 @@ BLOCK_BYTES = 88  # norms, residual, gradients of q, k, v: per token, channel an
 ROUTER_BYTES = 50  # per token, channel and MoE layer; its products are slower than their bytes
 LOGITS_BYTES = 6  # softmax of the head: per token and word
 WEIGHT_BYTES = 38  # clipping and AdamW: per weight and step
+PASS_BYTES = 12  # a weight's value twice, its gradient's sum: per weight and pass after the first
 REST = 1.08  # sorting, sums, casts, gaps
 
 
@@ -61,6 +62,8 @@ def estimate_mfu(config: Config, gpu: GPU, n_gpu: int = 1) -> float:
     products += 6 * weights["mlp"] / MLP + 6 * channels * model.vocab_size / HEAD
     products += attention / ATTENTION
     tokens = config.train.batch_size * model.block_size / n_gpu  # of a rank and step
+    passes = config.train.batch_size / n_gpu / config.train.micro_batch_size
     seconds = REST * (products / gpu.peak + token_bytes / bandwidth)
-    seconds += REST * WEIGHT_BYTES * total / bandwidth / tokens
+    step_bytes = (WEIGHT_BYTES + PASS_BYTES * max(0, passes - 1)) * total
+    seconds += REST * step_bytes / bandwidth / tokens
     return flops_per_token(model) / gpu.peak / seconds

@@ -2,8 +2,8 @@
 
     python -m scripts.plan --budget 2e19 --gpus 8 --write mine.toml
 
-The dial is one number: FLOPs, active parameters or hours. It chooses the largest shape that the
-budget trains on 20 tokens per active parameter, and all else follows. Initial sizes and rates are
+The dial is one number: FLOPs or hours. It chooses the largest shape that the budget trains on 20
+tokens per active parameter, and all else follows. Initial sizes and rates are
 of one tuned base, carried to the shape by optim.transfer (docs/transfer.md).
 """
 
@@ -21,14 +21,22 @@ from runtime.distributed import GPUS
 from runtime.memory import USABLE, Memory, count_parameters, flops_per_token
 from runtime.step_time import estimate_mfu
 
-# Layers and width. From 384 channels on 64 to a layer, as nanochat's depth dial has; below 32, so
-# that the smallest rungs have several layers. 12 x 768 is the paper's 125M.
-SHAPES = [
+# Layers and width, by FLOPs. Models of bytes have 32 channels to a layer, so that the smallest have
+# several layers; those of GPT-2's tokens 64, as nanochat's depth dial has. Most parameters of a
+# smaller one of those would embed tokens. 12 x 768 is the paper's 125M.
+SHAPES_OF_BYTES = [
     (2, 64),
     (3, 96),
     (4, 128),
+    (5, 160),
     (6, 192),
     (8, 256),
+    (10, 320),
+    (12, 384),
+]
+SHAPES_OF_TOKENS = [
+    (4, 256),
+    (5, 320),
     (6, 384),
     (8, 512),
     (10, 640),
@@ -41,7 +49,6 @@ SHAPES = [
     (48, 3072),
     (64, 4096),
 ]
-BYTES_UP_TO = 256  # width: with GPT-2's vocabulary most parameters of a smaller model embed tokens
 TOKENS_PER_PARAMETER = 20
 BEYOND = 4  # times the tokens of the largest shape are refused; not measured
 # The base: config/quickstart.toml at its best rate (docs/results-tables.md, rates.toml).
@@ -52,7 +59,21 @@ MAX_DECAY = 0.1
 DECAY_STEPS = 1000  # rate · decay · steps = 3 at the base's rate of 3e-3, as in the paper's run
 MAX_WARMUP = 500
 
-# What differs between models of bytes, up to BYTES_UP_TO, and those of GPT-2's tokens.
+# Largest micro-batch, and whether activations are recomputed, which costs a third of a step: a pass
+# of fewer than 8 sequences leaves experts too few rows (not measured).
+PASSES = [
+    (32, False),
+    (16, False),
+    (8, False),
+    (32, True),
+    (16, True),
+    (8, True),
+    (4, True),
+    (2, True),
+    (1, True),
+]
+
+# What differs between models of bytes and of GPT-2's tokens.
 OF_BYTES = {
     "vocab_size": 257,
     "data": "stdlib",
@@ -74,19 +95,20 @@ OF_TOKENS = {
 TEMPLATE = """\
 # {model.n_layer} x {model.n_embd}: {active:,.2f} M active of {total:,.2f} M parameters,
 # {budget:.3g} FLOPs, {tokens:,.0f} M tokens: {ratio:,.0f} tokens per active parameter.
-# Written by scripts.plan. Rates are of the base, config/quickstart.toml; optim.transfer
-# carries them to this shape (docs/transfer.md). Sources of all rules: docs/choose.md.
+# Written by scripts.plan. Rates are of the base, config/quickstart.toml, and
+# optim.transfer carries them to this shape: docs/transfer.md. Sources of all
+# rules: docs/choose.md.
 
 [model]
 n_layer = {model.n_layer}  # largest shape with 20 tokens per active parameter
-n_embd = {model.n_embd}  # ours; 64 channels a layer from 384 on, as in nanochat
-n_head = {model.n_head}  # 32 channels a head up to 256, then 64: the paper's
+n_embd = {model.n_embd}  # ours: 32 a layer for bytes, else 64, as nanochat
+n_head = {model.n_head}  # 32 channels a head for bytes; tokens: the paper's
 n_expert = {model.n_expert}  # arXiv 2509.25913, table of models
 top_k = {model.top_k}  # the same
-expert_hidden = {model.expert_hidden}  # top_k of them: width / 2, from 384 on 4 times it: the paper
-block_size = {model.block_size}  # quickstart.toml; from 384 on arXiv 2509.25913
-vocab_size = {model.vocab_size}  # bytes, or GPT-2's tokens from 384 on; must be data.name's
-router = "{model.router}"  # ties with kern under a balance loss: docs/results.md
+expert_hidden = {model.expert_hidden}  # width / 2 / top_k for bytes; tokens: the paper's
+block_size = {model.block_size}  # quickstart.toml's for bytes; tokens: the paper's
+vocab_size = {model.vocab_size}  # bytes, or GPT-2's tokens; must be data.name's
+router = "{model.router}"  # ties with kern if balanced: docs/results.md
 pos = "{model.pos}"  # quickstart.toml, of the base
 init_std = {model.init_std}  # of the base; optim.transfer scales it
 
@@ -94,26 +116,27 @@ init_std = {model.init_std}  # of the base; optim.transfer scales it
 name = "{data}"  # name yours
 
 [train]
-batch_size = {batch}  # tokens^0.47: arXiv 2410.21676, through quickstart.toml
-micro_batch_size = {micro_batch}  # largest up to 32 that fits: docs/scale.md
-max_steps = {steps}  # the budget; 20 tokens per parameter or more: arXiv 2203.15556
-dtype = "{dtype}"  # of quickstart.toml for a CPU; from 384 on for a GPU
-parallel = "{parallel}"  # the first that fits: docs/scale.md
+batch_size = {batch}  # tokens^0.47, 2410.21676, through quickstart.toml
+micro_batch_size = {micro_batch}  # at most 32, as fits, in equal passes
+max_steps = {steps}  # the budget; 20 tokens or more: arXiv 2203.15556
+dtype = "{dtype}"  # bytes: of quickstart.toml, a CPU; tokens: a GPU
+parallel = "{parallel}"  # the first that fits: docs/scale.md{checkpointing}
 balance_loss_coef = 0.01  # docs/results-tables.md, balance.toml
 
 [optim]
-lr = 0.003  # best of three at the base: docs/results-tables.md, rates.toml
+lr = 0.003  # best of three at the base: docs/results-tables.md
 transfer = "mup"  # arXiv 2203.03466, 2505.01618; docs/transfer.md
 base_width = 128  # config/quickstart.toml
 base_hidden = 64  # the same
 base_layers = 2  # the same
 warmup_steps = {warmup}  # a fifth, at most 500: quickstart.toml, 125m.toml
-weight_decay = {decay:.3g}  # lr * decay * steps as in 125m.toml: arXiv 2405.13698
+weight_decay = {decay:.3g}  # lr * decay * steps of 125m.toml: 2405.13698
 
 [eval]
 interval = {interval}  # ten evaluations
 windows = {windows}  # the studies', the default
 """
+CHECKPOINTING = "\nactivation_checkpointing = true  # 8 sequences a pass do not fit without"
 
 PlanMemory = Callable[[Config, int, int], dict[tuple[str, bool], Memory]]
 
@@ -122,14 +145,13 @@ def add_dial(parser: ArgumentParser) -> None:
     """Add the options of the dial to those of scripts.plan."""
     dial = parser.add_mutually_exclusive_group()
     dial.add_argument("--budget", type=float, metavar="FLOPS", help="write a config for it")
-    dial.add_argument("--active", metavar="N", help="the same, for active parameters, as 350M")
     dial.add_argument("--hours", type=float, help="the same, for hours on --gpus of --gpu")
     parser.add_argument("--write", type=Path, metavar="FILE", help="the config's file, a new one")
 
 
 def is_dialled(args: Namespace) -> bool:
     """True if the arguments set the dial."""
-    return any(value is not None for value in (args.budget, args.active, args.hours))
+    return args.budget is not None or args.hours is not None
 
 
 def write_config(args: Namespace, plan_memory: PlanMemory) -> str:
@@ -141,14 +163,20 @@ def write_config(args: Namespace, plan_memory: PlanMemory) -> str:
     if args.write and args.write.exists():
         raise ConfigError(f"--write {args.write}: exists; name another file, or remove it")
     model, budget = choose_shape(args)
+    sequences = count_sequences(model, budget)
+    if args.gpus > sequences:
+        raise ConfigError(
+            f"--gpus {args.gpus}: a step of this budget has {sequences} sequences "
+            f"(tokens^{BATCH_EXPONENT}); set --gpus {sequences} or a larger budget"
+        )
     least = math.inf
-    for largest_micro_batch in (32, 16, 8, 4, 2, 1):
-        text = format_config(model, budget, args.gpus, largest_micro_batch)
+    for largest, checkpointing in PASSES:
+        text = format_config(model, budget, args.gpus, largest)
         plans = plan_memory(read_config(text), args.gpus, args.gpus_per_node)
-        least = min(sum(memory) for memory in plans.values())
-        for (parallel, _), memory in plans.items():
-            if sum(memory) <= USABLE * args.memory * 2**30:
-                text = format_config(model, budget, args.gpus, largest_micro_batch, parallel)
+        least = min(least, *(sum(memory) for memory in plans.values()))
+        for (parallel, recomputes), memory in plans.items():
+            if recomputes == checkpointing and sum(memory) <= USABLE * args.memory * 2**30:
+                text = format_config(model, budget, args.gpus, largest, parallel, checkpointing)
                 if args.write:
                     args.write.write_text(text, encoding="utf-8")
                 return text
@@ -164,14 +192,14 @@ def read_config(text: str) -> Config:
     return replace(Config.model_validate(tomllib.loads(text)), "run", name="plan")
 
 
-def kind_of(width: int) -> Mapping[str, Any]:
-    """What a model of this width is trained on, and how."""
-    return OF_BYTES if width <= BYTES_UP_TO else OF_TOKENS
+def list_models() -> list[Model]:
+    """The models of all shapes, by the FLOPs that they need."""
+    models = [make_model(*shape, OF_BYTES) for shape in SHAPES_OF_BYTES]
+    return models + [make_model(*shape, OF_TOKENS) for shape in SHAPES_OF_TOKENS]
 
 
-def make_model(layers: int, width: int) -> Model:
-    """The model of a shape."""
-    kind = kind_of(width)
+def make_model(layers: int, width: int, kind: Mapping[str, Any]) -> Model:
+    """The model of a shape, of bytes or of tokens."""
     return Model(
         n_layer=layers,
         n_head=width // kind["head_size"],
@@ -189,10 +217,7 @@ def make_model(layers: int, width: int) -> Model:
 
 def choose_shape(args: Namespace) -> tuple[Model, float]:
     """The model and the FLOPs that the dial asks for. Raises ConfigError."""
-    models = [make_model(*shape) for shape in SHAPES]
-    if args.active is not None:
-        model = choose_by_size(args.active, models)
-        return model, count_least_flops(model)
+    models = list_models()
     name, value = ("--budget", args.budget) if args.hours is None else ("--hours", args.hours)
     if not 0 < value < math.inf:
         raise ConfigError(f"{name} {value:g}: expected a number above 0")
@@ -203,9 +228,9 @@ def choose_shape(args: Namespace) -> tuple[Model, float]:
             chosen = (model, flops)
     if chosen is None:
         raise ConfigError(
-            f"{name} {value:g}: it is below the smallest rung, {SHAPES[0][0]} layers of width "
-            f"{SHAPES[0][1]}, which needs {1.01 * count_least_flops(models[0]):.3g} FLOPs; raise "
-            "it to that"
+            f"{name} {value:g}: it is below the smallest rung, {models[0].n_layer} layers of width "
+            f"{models[0].n_embd}, which needs {1.01 * count_least_flops(models[0]):.3g} FLOPs; "
+            "raise it to that"
         )
     model, flops = chosen
     most = BEYOND * count_least_flops(models[-1])
@@ -217,30 +242,20 @@ def choose_shape(args: Namespace) -> tuple[Model, float]:
     return chosen
 
 
-def choose_by_size(text: str, models: list[Model]) -> Model:
-    """The model whose active parameters are nearest to a number such as 350M, by ratio."""
-    scale = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1.0)
-    try:
-        wanted = float(text if scale == 1 else text[:-1]) * scale
-    except ValueError:
-        wanted = math.nan
-    sizes = [count_parameters(model)[1] for model in models]
-    if not min(sizes) <= wanted <= 1.5 * max(sizes):
-        raise ConfigError(
-            f"--active {text}: expected a number such as 350M; rungs have {min(sizes):,} to "
-            f"{max(sizes):,}"
-        )
-    return min(models, key=lambda model: abs(math.log(count_parameters(model)[1] / wanted)))
-
-
 def count_flops_in(args: Namespace, model: Model) -> float:
-    """The FLOPs of args.hours, by --mfu or the estimate of runtime/step_time.py."""
+    """The FLOPs of args.hours, by --mfu or the estimate of runtime/step_time.py.
+
+    The estimate depends on the batch, and the batch on the FLOPs: so it is made a second time.
+    """
     gpu = GPUS[args.gpu]
-    mfu = args.mfu
-    if mfu is None:
-        text = format_config(model, count_least_flops(model), args.gpus)
-        mfu = estimate_mfu(read_config(text), gpu, args.gpus)
-    return args.hours * 3600 * args.gpus * gpu.peak * mfu
+    most = args.hours * 3600 * args.gpus * gpu.peak
+    if args.mfu is not None:
+        return most * args.mfu
+    flops = count_least_flops(model)
+    for _ in range(2):
+        config = read_config(format_config(model, flops, args.gpus))
+        flops = most * estimate_mfu(config, gpu, args.gpus)
+    return flops
 
 
 def count_least_flops(model: Model) -> float:
@@ -248,28 +263,34 @@ def count_least_flops(model: Model) -> float:
     return TOKENS_PER_PARAMETER * count_parameters(model)[1] * flops_per_token(model)
 
 
-def choose_batch(tokens: float, block_size: int, gpus: int) -> int:
-    """Sequences per step: a power of two near the power law, a multiple of `gpus`.
-
-    Raises ConfigError if there are more GPUs than sequences.
-    """
+def count_sequences(model: Model, budget: float) -> int:
+    """Sequences per step by the power law, rounded to a power of two."""
+    tokens = budget / flops_per_token(model)
     batch_tokens = BASE_BATCH * (tokens / BASE_TOKENS) ** BATCH_EXPONENT
-    sequences = 2 ** max(0, round(math.log2(batch_tokens / block_size)))
-    if gpus > sequences:
-        raise ConfigError(
-            f"--gpus {gpus}: a step of this budget has {sequences} sequences "
-            f"(tokens^{BATCH_EXPONENT}); set --gpus {sequences} or a larger budget"
-        )
-    return -(-sequences // gpus) * gpus
+    return 2 ** max(0, round(math.log2(batch_tokens / model.block_size)))
+
+
+def divide_batch(sequences: int, gpus: int, largest: int) -> tuple[int, int]:
+    """The batch nearest to `sequences` that every GPU takes in equal passes, and the micro-batch.
+
+    The micro-batch is at most `largest`.
+    """
+    passes = math.ceil(sequences / gpus / largest)
+    micro_batch = max(1, round(sequences / gpus / passes))
+    return gpus * passes * micro_batch, micro_batch
 
 
 def format_config(
-    model: Model, budget: float, gpus: int, largest_micro_batch: int = 32, parallel: str = "ddp"
+    model: Model,
+    budget: float,
+    gpus: int,
+    largest_micro_batch: int = 32,
+    parallel: str = "ddp",
+    checkpointing: bool = False,
 ) -> str:
     """The TOML text: a line for each key with its rule and source."""
-    batch = choose_batch(budget / flops_per_token(model), model.block_size, gpus)
-    of_rank = batch // gpus
-    micro_batch = max(size for size in range(1, largest_micro_batch + 1) if of_rank % size == 0)
+    sequences = count_sequences(model, budget)
+    batch, micro_batch = divide_batch(sequences, gpus, largest_micro_batch)
     tokens_per_step = batch * model.block_size
     steps = max(1, round(budget / flops_per_token(model) / tokens_per_step))
     total, active = count_parameters(model)
@@ -280,6 +301,7 @@ def format_config(
         micro_batch=micro_batch,
         steps=steps,
         parallel=parallel,
+        checkpointing=CHECKPOINTING if checkpointing else "",
         total=total / 1e6,
         active=active / 1e6,
         tokens=steps * tokens_per_step / 1e6,
@@ -287,7 +309,7 @@ def format_config(
         warmup=min(steps // 5, MAX_WARMUP),
         decay=min(MAX_DECAY, DECAY_STEPS / steps),
         interval=max(1, steps // 10),
-        **kind_of(model.n_embd),
+        **(OF_BYTES if model.vocab_size == OF_BYTES["vocab_size"] else OF_TOKENS),
     )
     return align_reasons(text)
 

@@ -101,8 +101,8 @@ def describe_run(config: Config, args: argparse.Namespace) -> str:
 {tokens / active:,.0f} per active parameter
   checkpoint       {format_bytes(checkpoint_bytes(config))}, {config.train.keep_checkpoints} kept \
 and one being written
-  time             {hours:,.1f} h on {args.gpus} x {args.gpu} at an MFU of {mfu:.2f} ({origin}), \
-{hours * args.gpus:,.0f} GPU hours
+  time             {hours:,.1f} h on {args.gpus} x {args.gpu}, {hours * args.gpus:,.0f} GPU hours; \
+MFU {mfu:.2f} ({origin})
 """
 
 
@@ -158,12 +158,12 @@ def load_planned(args: argparse.Namespace, overrides: list[str]) -> Config:
     """
     if not is_dialled(args):
         if args.write or not args.config:
-            raise ConfigError("name a config file, or one of --budget, --active and --hours")
+            raise ConfigError("name a config file, --budget or --hours")
         return configure.load(args.config, overrides, world_size=args.gpus)
     given = [text for text in (args.config, *overrides) if text]
     if given:
         raise ConfigError(
-            f"{given[0]}: --budget, --active and --hours choose all settings; leave it out, "
+            f"{given[0]}: --budget and --hours choose all settings; leave it out, "
             "and override the config that --write wrote"
         )
     text = write_config(args, plan_memory)

@@ -2,15 +2,13 @@
 
     python -m scripts.sweep config/quickstart.toml [--section.key=value ...]
     python -m scripts.sweep config/paper/books3_512.toml '--run.seed=[0,1,2]' --parallel 4
-    python -m scripts.sweep config/paper/books3_512.toml --scale 0.01   # a rehearsal
     python -m scripts.sweep config/paper/books3_512.toml --slurm array.sbatch
 
 Each point is `train.py` with the point's overrides, on all GPUs of this machine or its share of
 them. A list for a key is one more axis. Finished points are skipped, interrupted ones resume from
 their last checkpoint. A point that fails is reported at the end and the others continue; the exit
-code is then 1. The last lines are a table of all points. A rehearsal has folders of its own
-(runs/rehearsal-0.01). Asked to stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C), all running points save and
-the sweep ends with exit code 75.
+code is then 1. The last lines are a table of all points. Asked to stop (SIGTERM, SIGUSR1, SIGHUP,
+Ctrl-C), all running points save and the sweep ends with exit code 75.
 """
 
 import argparse
@@ -24,7 +22,6 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +32,6 @@ from common.command import build_parser, command, run_command
 from common.cores import count_cores
 from common.text import format_bytes, plural
 from configure import Config, ConfigError
-from configure.schema import select_keys
 from data import DataError
 from data.loader import check_sets
 from runtime import RunError, checkpoint, folder
@@ -117,19 +113,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="run N points at a time, each on its share of GPUs",
     )
     parser.add_argument(
-        "--scale",
-        type=float,
-        metavar="X",
-        help="a rehearsal: steps and intervals times X, 0 < X < 1",
-    )
-    parser.add_argument(
         "--dry-run", action="store_true", help="print the commands and totals, run nothing"
     )
     parser.add_argument(
         "--slurm", type=Path, metavar="OUT", help="write a Slurm array script, one task per point"
-    )
-    parser.add_argument(
-        "--mfu", type=float, help="model FLOPs utilisation, for hours (default: estimated)"
     )
     return parser
 
@@ -139,13 +126,13 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     """Run the command; returns the exit status."""
     args, config_arguments = make_parser().parse_known_args(argv)
     file, overrides = configure.split_command_line(config_arguments)
-    points = list_points(file, overrides, args.scale)
+    points = list_points(file, overrides)
     left = [point for point in points if point.steps_done() < point.config.train.max_steps]
     shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
     trains = not args.slurm and not args.dry_run
     if not args.slurm:
         check_points(file, left, len(shares[0]), with_files=trains)
-    print(format_totals(points, left, args.mfu), flush=True)
+    print(format_totals(points, left), flush=True)
     if not trains:
         warn_of_data(left)
     if args.slurm:
@@ -210,19 +197,15 @@ def warn_of_data(points: list[Point]) -> None:
             print(f"warning: {error}", file=sys.stderr)
 
 
-def list_points(file: str, overrides: list[str], scale: float | None = None) -> list[Point]:
-    """Every point of the sweep, made smaller by `scale` if it is given. Raises ConfigError.
+def list_points(file: str, overrides: list[str]) -> list[Point]:
+    """Every point of the sweep. Raises ConfigError.
 
     A point is in the folder that train.py would use for it: another one if a run of an edited
     config has its own.
     """
-    if scale is not None and not 0 < scale < 1:
-        raise ConfigError(f"--scale {scale:g}: expected a number between 0 and 1, such as 0.01")
     combinations = configure.sweep_points(file, overrides)
     points = []
     for number, point in enumerate(combinations, 1):
-        if scale is not None:
-            point = [*point, *scale_down(configure.load(file, point), scale)]
         config = configure.load(file, point)
         name = config.run.name
         if not configure.is_name_chosen(file, point):
@@ -232,32 +215,6 @@ def list_points(file: str, overrides: list[str], scale: float | None = None) -> 
             point = [*point, f"--run.name={config.run.name}"]
         points.append(Point(f"{number}/{len(combinations)}", point, config))
     return points
-
-
-def scale_down(config: Config, scale: float) -> list[str]:
-    """Overrides that shorten a run and all its intervals, none below 1.
-
-    They put it in a folder and a group of its own.
-    """
-
-    def shorten(steps: int) -> int:
-        return max(1, round(steps * scale))
-
-    name = f"rehearsal-{scale:g}"
-    overrides = []
-    for key in select_keys("scaled"):
-        value = attrgetter(key)(config)
-        if value > 0:
-            overrides.append(f"--{key}={shorten(value)}")
-    if config.train.kept_steps:
-        kept = [str(shorten(step)) for step in sorted(config.train.kept_steps)]
-        overrides.append(f"--train.keep_steps={','.join(kept)}")
-    if config.train.branch_from:  # the trunk's rehearsal
-        trunk = Path(config.train.branch_from)
-        overrides.append(f"--train.branch_from={trunk.parent / name / trunk.name}")
-    overrides.append(f"--run.dir={config.run.dir}/{name}")
-    overrides.append(f"--log.group={config.log.group}-{name}")
-    return overrides
 
 
 def find_gpus(points: list[Point]) -> list[str]:
@@ -283,7 +240,7 @@ def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:
     return [gpus[start : start + size] for start in starts]
 
 
-def format_totals(points: list[Point], left: list[Point], mfu: float | None) -> str:
+def format_totals(points: list[Point], left: list[Point]) -> str:
     """One line on what is left to do: tokens, hours on an H100, disk."""
     line = f"{plural(len(points), 'point')}, {len(points) - len(left)} finished"
     if not left:
@@ -294,11 +251,11 @@ def format_totals(points: list[Point], left: list[Point], mfu: float | None) -> 
         share = 1 - max(point.steps_done(), train.branch_step) / train.max_steps
         checkpoints = train.keep_checkpoints + len(train.kept_steps)
         tokens += share * plan.count_tokens(point.config)
-        hours += share * plan.estimate_hours(point.config, 1, GPUS["H100"], mfu)
+        hours += share * plan.estimate_hours(point.config, 1, GPUS["H100"], None)
         disk += checkpoints * plan.checkpoint_bytes(point.config)
     line += f"; to do: {tokens / 1e6:,.2f} M tokens"
     if hours >= 0.05:  # less is trained on a CPU
-        line += f", {hours:,.1f} GPU hours (H100, MFU {'estimated' if mfu is None else mfu})"
+        line += f", {hours:,.1f} GPU hours (H100, MFU estimated)"
     return f"{line}, {format_bytes(disk)} of checkpoints"
 
 

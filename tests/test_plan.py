@@ -60,7 +60,8 @@ def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
     flops = 50_000 * 131_072 * per_token
     hours = flops / (gpus * 312e12 * 0.25) / 3600
     in_all = f"{hours * gpus:,.0f} GPU hours"
-    assert facts["time"] == f"{hours:,.1f} h on {gpus} x A100 at an MFU of 0.25 (given), {in_all}"
+    assert facts["time"] == f"{hours:,.1f} h on {gpus} x A100, {in_all}; MFU 0.25 (given)"
+    assert max(map(len, facts)) + max(map(len, facts.values())) < 76
     table = read_table(out)
     shards = {"ddp": 1}
     if gpus > 1:
@@ -95,10 +96,10 @@ def test_plan_ends_with_what_to_choose(call, words, last_line):
 
 
 def test_an_mfu_is_at_most_all(call):
-    assert "at an MFU of 1.00 (given), " in call(plan.main, LARGE, "--mfu=1")
+    assert "; MFU 1.00 (given)\n" in call(plan.main, LARGE, "--mfu=1")
     config = configure.load(LARGE, world_size=8)
     mfu = estimate_mfu(config, GPUS["H100"], 8)
-    assert f"x H100 at an MFU of {mfu:.2f} (estimated), " in call(plan.main, LARGE)
+    assert f"; MFU {mfu:.2f} (estimated)\n" in call(plan.main, LARGE)
 
 
 def test_options_that_need_memory_are_planned(call):

@@ -1,4 +1,4 @@
-"""scripts.sweep: points in sequence, in parallel, as a Slurm array; totals, rehearsals, failures,
+"""scripts.sweep: points in sequence, in parallel, as a Slurm array; totals, failures,
 stop signals.
 """
 
@@ -20,8 +20,10 @@ from runs import run as train_run
 import configure
 from configure.schema import replace
 from runtime import folder
+from runtime.distributed import GPUS
 from runtime.launch import EXIT_CODE, Stop
 from runtime.memory import count_parameters, flops_per_token
+from runtime.step_time import estimate_mfu
 from scripts import sweep
 
 HANG = 300  # seconds after which a test that waits for something has failed
@@ -175,11 +177,6 @@ def test_the_quickstart_reports_the_folders_of_its_sweep(tmp_path):
         (["--optim.lrr=1"], "did you mean 'optim.lr'?"),
         (["--dry=1"], "unknown key"),
         (["--parallel", "0"], "--parallel 0: expected 1 or more"),
-        (["--mfu", "2"], "--mfu 2: expected"),
-        (["--scale", "0"], "--scale 0: expected a number between 0 and 1"),
-        (["--scale", "1"], "--scale 1: expected a number between 0 and 1"),
-        (["--scale", "-1"], "--scale -1: expected a number between 0 and 1"),
-        (["--scale", "nan"], "--scale nan: expected a number between 0 and 1"),
     ],
 )
 def test_sweep_refuses_bad_input(sweep_file, call, words, says):
@@ -223,40 +220,13 @@ def test_totals_are_of_what_is_left(monkeypatch, branch_step, done, left):
     (point,) = sweep.list_points(file, ["--model.router=kern", "--train.keep_steps=7"])
     point = point._replace(config=replace(point.config, "train", branch_step=branch_step))
     monkeypatch.setattr(sweep.Point, "steps_done", lambda self: done)
-    line = sweep.format_totals([point, point], [point], 0.5)
+    line = sweep.format_totals([point, point], [point])
     assert f"2 points, 1 finished; to do: {50_000 * 256 * 512 * left / 1e6:,.2f} M tokens" in line
-    hours = left * 50_000 * 256 * 512 * flops_per_token(point.config.model) / (0.5 * 989e12) / 3600
+    mfu = estimate_mfu(point.config, GPUS["H100"], 1)
+    hours = left * 50_000 * 256 * 512 * flops_per_token(point.config.model) / (mfu * 989e12) / 3600
     # 12 bytes per parameter, 3 checkpoints
     total = 36 * count_parameters(point.config.model)[0] / 2**30
-    assert f"{hours:,.1f} GPU hours (H100, MFU 0.5), {total:.1f} GiB of checkpoints" in line
-    assert "GPU hours (H100, MFU estimated), " in sweep.format_totals([point], [point], None)
-
-
-# ---- rehearsals
-def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_file, call):
-    file = REPO_ROOT / "config/paper/books3_512.toml"
-    out = call(sweep.main, file, "--scale", "0.01", "--dry-run", "--run.dir=there")
-    assert "327.68 M tokens" in out  # a hundredth of 32.77 B
-    for _, (_, _, file, *overrides) in commands(out):
-        config = configure.load(file, overrides)
-        train = config.train
-        steps = (train.max_steps, config.optim.warmup_steps, train.checkpoint_interval)
-        assert steps == (500, 5, -1)
-        assert (config.eval.interval, config.eval.windows, config.log.interval) == (10, 20, 1)
-        assert config.run.dir == "there/rehearsal-0.01"
-        assert config.log.group.endswith("-rehearsal-0.01")
-    studies = REPO_ROOT / "docs/studies/config"
-    trunk = sweep.list_points(str(studies / "length.toml"), [], scale=0.005)[0]
-    assert (trunk.config.train.max_steps, trunk.config.train.keep_steps) == (40, "4,8,16")
-    branch = sweep.list_points(str(studies / "length_branches.toml"), [], scale=0.005)[0]
-    train = branch.config.train
-    assert (train.branch_from, train.branch_step) == (str(trunk.folder), 4)
-    points = sweep.list_points(str(sweep_file), ["--train.checkpoint_interval=0"], scale=0.001)
-    tiny = points[0].config
-    steps = (tiny.train.max_steps, tiny.optim.warmup_steps, tiny.train.checkpoint_interval)
-    assert steps == (1, 1, 0)
-    (rounded, *_) = sweep.list_points(str(sweep_file), ["--train.max_steps=90"], scale=0.03)
-    assert rounded.config.train.max_steps == 3  # of 2.7
+    assert f"{hours:,.1f} GPU hours (H100, MFU estimated), {total:.1f} GiB of checkpoints" in line
 
 
 # ---- in parallel
