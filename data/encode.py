@@ -25,6 +25,7 @@ class Encoded(NamedTuple):
 
     - empty: documents of white space only, which are left out
     - bad: documents that could not be read, which are left out
+    - shared: documents for training that are validation documents, too, and so left out
     - marks: end-of-text marks in text files that are one document each
     """
 
@@ -42,12 +43,15 @@ class Encoder(NamedTuple):
     - "documents": documents whose text hashes below the validation fraction
     - "ends": the last characters of each document, by the validation fraction
     - "val": all documents
+
+    `held_out` has the `split_position` of texts that are not for training.
     """
 
     tokenizer: Tokenizer
     val_fraction: float
     text_field: str = "text"
     skip_bad: bool = False
+    held_out: frozenset[float] = frozenset()
 
     def __call__(self, documents: list[Raw]) -> Encoded:
         """Encode documents in their order.
@@ -64,6 +68,10 @@ class Encoder(NamedTuple):
                 continue
             if not text.strip():
                 loss.counts["empty"] += 1
+                continue
+            is_val = raw.file.split == "val"
+            if self.held_out and not is_val and split_position(text) in self.held_out:
+                loss.counts["shared"] += 1
                 continue
             if raw.where == raw.file.url:
                 loss.counts["marks"] += text.count(END_OF_TEXT)

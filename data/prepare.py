@@ -44,7 +44,7 @@ from data.bins import (
     partial_folder,
     read_meta,
 )
-from data.encode import Encoded, Encoder, choose_split
+from data.encode import Encoded, Encoder, choose_split, read_texts, split_position
 from data.readers import Input
 from data.round_trip import check_loss, describe_loss
 from data.sources import LIST, SOURCES, hub_inputs, local_inputs, stdlib_inputs
@@ -202,7 +202,10 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     if is_remote(args):
         hub = SOURCES[args.corpus].hub[args.config]
         provenance["revision"], inputs = hub_inputs(hub, args.revision)
-    elif not args.val_source:
+    elif args.val_source:
+        texts = read_texts([file for file in inputs if file.split == "val"], encoder)
+        encoder = encoder._replace(held_out=frozenset(map(split_position, texts)))
+    else:
         split = choose_split(inputs, encoder)
         inputs = [file._replace(split=split) for file in inputs]
     provenance |= hash_inputs(inputs)
@@ -222,7 +225,7 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
                 f"train has {writer.tokens['train']} and val {writer.tokens['val']} token(s), both "
                 f"need 2: give more text, or another --val-fraction than {args.val_fraction}"
             )
-        provenance |= {key: progress.counts.get(key, 0) for key in ("empty", "bad")}
+        provenance |= {key: progress.counts.get(key, 0) for key in ("empty", "bad", "shared")}
         loss = describe_loss(progress.counts, progress.example)
         if loss:
             print(f"warning: tokenizer {tokenizer.name}: {loss}")
@@ -234,18 +237,14 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
 def list_files(args: argparse.Namespace) -> tuple[list[Input], list[str]]:
     """The local files, none if the hub is read, and lines that say which of them are read.
 
-    Raises DataError as `local_inputs` does, and if a file is for training and for validation.
+    Raises DataError as `local_inputs` does.
     """
     if args.corpus == "stdlib":
         return stdlib_inputs(), []
     any_text = args.corpus == "text"
     inputs, notes = local_inputs(args.source, "--source", any_text)
     val_inputs, val_notes = local_inputs(args.val_source, "--val-source", any_text)
-    train_paths = {os.path.realpath(file.url) for file in inputs}
-    for file in val_inputs:
-        if os.path.realpath(file.url) in train_paths:
-            raise DataError(f"{file.url} is in --source and in --val-source: take it out of one")
-        inputs.append(file._replace(split="val"))
+    inputs += [file._replace(split="val") for file in val_inputs]
     return inputs, notes + val_notes
 
 
@@ -380,9 +379,12 @@ def write_batch(writer: Writer, encoded: Encoded, cuts_documents: bool) -> None:
 
 def print_counts(counts: dict[str, int]) -> None:
     """Say what is left out, and that text files may hold several documents."""
-    empty, bad, marks = (counts.get(key, 0) for key in ("empty", "bad", "marks"))
-    if empty or bad:
-        print(f"left out: {plural(empty, 'empty document')}, {bad:,} that cannot be read")
+    empty, bad, shared, marks = (counts.get(key, 0) for key in ("empty", "bad", "shared", "marks"))
+    if empty or bad or shared:
+        print(
+            f"left out: {plural(empty, 'empty document')}, {bad:,} that cannot be read, "
+            f"{shared:,} for training that are in --val-source, too"
+        )
     if marks:
         print(
             f"warning: found {END_OF_TEXT} {plural(marks, 'time')} in text files, each of which is "

@@ -15,7 +15,7 @@ from conftest import WORDS, write_tiny
 from corpora import write_ids
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from runs import column, end, metrics, run
+from runs import metrics, run
 
 import configure
 import train
@@ -206,24 +206,6 @@ def test_sets_may_be_called_as_parts_of_metrics(sets, tmp_path):
     for prefix in ("val", "val_ema"):
         losses = [line[f"{prefix}/{name}/loss"] for name in names]
         assert np.mean(losses) == pytest.approx(line[f"{prefix}/loss"]) and len(set(losses)) == 3
-
-
-def test_a_mixture_of_one_set_is_that_set(mixed):
-    alone = run(mixed("data.mix={}", "data.name=books", "run.name=alone"))
-    one = run(mixed("data.mix={books = 3}", "run.name=one"))
-    assert column(one, "train/loss") == column(alone, "train/loss")
-    assert column(one, "val/loss") == column(one, "val/books/loss") == column(alone, "val/loss")
-
-
-def test_a_resumed_run_is_the_undisturbed_one(mixed):
-    steps = ["train.max_steps=6", "train.checkpoint_interval=3", "eval.interval=3"]
-    calm = mixed(*steps, "run.name=calm")
-    torn = mixed(*steps, "run.name=torn", "train.keep_checkpoints=9")
-    train.train(calm)
-    train.train(torn)
-    shutil.rmtree(path_of(torn) / "checkpoints/step_00000006")
-    train.train(torn)
-    assert end(torn) == end(calm)
 
 
 def test_other_weights_do_not_resume(mixed):

@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -42,7 +41,6 @@ from data.sources import SOURCES
 from data.writer import Writer
 
 pytest_plugins = ["corpora"]  # its fixtures
-LAST = "the last shard"
 
 
 def edit(path: Path, position: int, value: bytes) -> None:
@@ -152,30 +150,27 @@ def test_files_that_change_while_they_are_read_are_an_error(run, tmp_path, monke
     assert set(documents_of(tmp_path / "out/text")["train"]) == texts
 
 
-def test_a_foreign_file_that_comes_while_a_set_is_replaced(run, books, tmp_path, monkeypatch):
-    run(*books)
+def test_foreign_files_are_not_touched(run, books, tmp_path, monkeypatch):
+    """Of a set's folder and an unfinished one's, also if they come while the set is prepared."""
+    left = {"meta.json.123.tmp": b"", "train-00000.bin": b"", "checked.json": b"", "meta.json": b""}
+    for folder in ("text", "text.partial"):
+        place = write_tree(tmp_path / "out" / folder, left | {"thesis.txt": b"mine"})
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, "hash_inputs", None)  # nothing is read before
+            out = run(*books, "--force", code=2)
+        assert f"{folder} holds 'thesis.txt', which does not belong to a data set: move it" in out
+        assert snapshot(place) == left | {"thesis.txt": b"mine"}
+        (place / "thesis.txt").unlink()
+    run(*books, "--force")
     thesis = tmp_path / "out/text/thesis.txt"
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "describe_loss", lambda *_: thesis.write_text("mine") and "")
-        said = run(*books, "--force", code=2)
-    assert "text holds 'thesis.txt', which does not belong to a data set" in said
+        assert "text holds 'thesis.txt'" in run(*books, "--force", code=2)
     assert thesis.read_text() == "mine"
     assert set(os.listdir(thesis.parent)) > {"meta.json", "train-00000.bin"}
     thesis.unlink()
     run(*books, "--force")
     assert os.listdir(tmp_path / "out") == ["text"]
-
-
-@pytest.mark.parametrize("folder", ["text", "text.partial"])
-def test_a_foreign_folder_is_not_changed(run, books, tmp_path, monkeypatch, folder):
-    """Nor is a file read before that."""
-    monkeypatch.setattr(prepare, "hash_inputs", None)
-    left = {"meta.json.123.tmp": b"", "train-00000.bin": b"", "checked.json": b""}  # by a set
-    write_tree(tmp_path / "out" / folder, left | {"thesis.txt": b"mine", "meta.json": b"{}"})
-    before = snapshot(tmp_path / "out")
-    out = run(*books, "--force", code=2)
-    assert f"{folder} holds 'thesis.txt', which does not belong to a data set: move it" in out
-    assert snapshot(tmp_path / "out") == before
 
 
 def test_everything_is_on_the_disk_before_a_set_has_its_name(
@@ -314,19 +309,17 @@ def test_a_lost_connection_and_a_hub_out_of_reach(run, hub, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("corpus", SOURCES)
-def test_defaults_of_a_corpus(call, corpus):
+def test_defaults_of_a_corpus(corpus):
     """Are those of the table that --list prints."""
     source = SOURCES[corpus]
     files = [] if source.hub or not source.local else ["--source", "a/my.book.txt"]
     args = prepare.parse_arguments([corpus, *files])
-    assert args.config == next(iter(source.hub), None)
+    assert (args.config, args.tokenizer) == (next(iter(source.hub), None), source.tokenizer)
     assert args.skip_bad == (corpus == "stdlib")
     assert args.name == ("my" if corpus == "text" else corpus)
     if source.local:
         args = prepare.parse_arguments([corpus, "--source", "x", "--val-source", "y"])
         assert (args.val_fraction, args.config) == (0.0, None)  # all of --source is for training
-    assert f"\n[{corpus}]\nabout = " in call(prepare.main, "--list")
-    assert args.tokenizer == source.tokenizer
 
 
 BAD_ARGUMENTS = {
@@ -436,21 +429,30 @@ def test_very_many_documents_are_not_cut(few, tmp_path):
     [
         (b" \n", "", "no documents to read"),
         (b"\xff", "--skip-bad", "no documents to read"),
-        (b"x", "--val-source empty.txt", "train has 2 and val 0"),
-        (b"x", "--val-source in/a.txt", "in/a.txt is in --source and in --val-source: take it out"),
+        (b"x", "--val-source empty.txt", "no documents to read"),
+        (
+            b"x",
+            "--val-source copy.txt",
+            r"(?s)1 for training that are in --val.*train has 0 and val 2",
+        ),
         (b"ab", "", r"train has 1 and val 1 token\(s\), both need 2"),
     ],
 )
 def test_what_cannot_work(few, tmp_path, monkeypatch, text, more, message):
-    monkeypatch.chdir(write_tree(tmp_path, {"in/a.txt": text, "in/b.txt": b"", "empty.txt": b" "}))
+    monkeypatch.chdir(
+        write_tree(
+            tmp_path, {"in/a.txt": text, "in/b.txt": b"", "empty.txt": b" ", "copy.txt": b"x"}
+        )
+    )
     out = few("text", "--source", "in", *more.split(), code=2)
     assert re.search(message, out) and not list((tmp_path / "out").glob("*"))
 
 
 def test_val_source(few, tmp_path, small_batches, many_workers):
+    """A validation document is no training document, whatever its file is called."""
     train, val = [f"train {i}" for i in range(40)], [f"val {i}" for i in range(12)]
     files = {
-        "in/a.jsonl": jsonl(train),
+        "in/a.jsonl": jsonl([*train[:20], val[3], *train[20:], val[11], val[11], " "]),
         "val/b.jsonl.zst": corpora.zstd(jsonl(val[:11])),
         "c.txt": val[11].encode(),
     }
@@ -459,7 +461,10 @@ def test_val_source(few, tmp_path, small_batches, many_workers):
     args += (tmp_path / "c.txt",)
     out = few(*args)
     assert "warning" not in out and "of 40 and 12 documents" in out
+    assert "left out: 1 empty document, 0 that cannot be read, 3 for training that are in" in out
     assert documents_of(tmp_path / "out/text") == {"train": train, "val": val}
+    source = read_meta(tmp_path / "out/text").source
+    assert (source["empty"], source["bad"], source["shared"]) == (1, 0, 3)
     few("text", main=verify.main)
     assert "already there" in few(*args)
     assert "val_fraction was 0.0, is 0.05" in few(*args[:3], code=2)
@@ -514,6 +519,14 @@ def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at, monkeypa
     (tmp_path / "in/b.jsonl").write_bytes(rows)
     partial = tmp_path / "out/text.partial"
     last = max(partial.glob("train-*.bin"))
+    backup = shutil.copytree(partial, tmp_path / "backup")
+    for name in ("train-00000.bin", last.name, "val-00000.bin"):
+        says = f"{partial / name}: missing or shorter than progress.json says: start over with"
+        os.truncate(partial / name, os.stat(partial / name).st_size - 1)
+        assert says in run(*books, code=2)
+        (partial / name).unlink()
+        assert says in run(*books, code=2)
+        shutil.copy(backup / name, partial)
     last.write_bytes(last.read_bytes() + b"more")
     (partial / "val-00077.bin").write_bytes(b"not recorded")
     opened, read = [], workers.read_documents
@@ -527,26 +540,6 @@ def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at, monkeypa
     assert opened == ["b.jsonl"]
     done, total = re.search(r"text: (\S+)/(\S+)B, ", out).groups()  # the bar at its end
     assert done == total
-    assert snapshot(tmp_path / "out") == undisturbed
-
-
-@pytest.mark.parametrize("name", ["train-00000.bin", LAST, "val-00000.bin"])
-@pytest.mark.parametrize("size", [10, None])
-def test_shards_that_lack_tokens_are_not_resumed(
-    run, books, tmp_path, undisturbed, stop_at, name, size
-):
-    stop_at(22, *books)
-    path = tmp_path / "out/text.partial" / name
-    if name == LAST:
-        path = max(path.parent.glob("train-*.bin"))
-    if size is None:
-        path.unlink()
-    else:
-        os.truncate(path, size)
-    says = f"{path}: missing or shorter than progress.json says: start over with --force"
-    assert says in run(*books, code=2)
-    (path.parent / "progress.json").unlink()
-    run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
 
 
@@ -582,7 +575,7 @@ def is_running(pid: int) -> bool:
 
 
 def prepare_and_pause(paused, argv):
-    """Begin to prepare a set, and write its workers into the file `paused` after 12 batches."""
+    """Write the workers' ids into the file `paused` after 12 batches, and wait."""
 
     def cut_and_pause(*args):
         for number, batch in enumerate(cut(*args)):
@@ -591,28 +584,24 @@ def prepare_and_pause(paused, argv):
                 time.sleep(3600)
             yield batch
 
-    workers.BATCH_BYTES, prepare.SAVE_BYTES, prepare.WORKER_BYTES = 50, 1, 500
-    prepare.SHARD_TOKENS = 999
+    workers.BATCH_BYTES, prepare.WORKER_BYTES = 50, 500
     cut, workers.cut_batches = workers.cut_batches, cut_and_pause
-    sys.exit(prepare.main(list(map(str, argv))))
+    prepare.main(list(map(str, argv)))
 
 
 @pytest.mark.integration
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux' /proc")
-def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_workers):
-    """No worker outlives the command, and a later start resumes."""
+def test_no_worker_outlives_the_command(books, tmp_path):
+    """test_second_time.py kills it at any step, with one worker, and resumes."""
+    paused = tmp_path / "paused"
     arguments = [*books, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 2]
-    command = Forked(prepare_and_pause, tmp_path / "paused", arguments)
-    files = tmp_path / "paused", tmp_path / "out/text.partial/progress.json"
-    wait_until(lambda: all(file.exists() for file in files), command.process.is_alive)
-    children = json.loads(files[0].read_text())
+    command = Forked(prepare_and_pause, paused, arguments)
+    wait_until(paused.exists, command.process.is_alive)
+    children = json.loads(paused.read_text())
     assert len(children) == 2 and all(map(is_running, children))
     command.process.kill()
     assert command.wait(60)[0] == -signal.SIGKILL
     wait_until(lambda: not any(map(is_running, children)))
-    assert not (tmp_path / "out/text").exists()
-    assert "resuming after" in run(*books)
-    assert snapshot(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.integration
@@ -636,10 +625,10 @@ def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_wor
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-@pytest.mark.parametrize("name", ["train-00000.bin", LAST, "progress.json", "meta.json"])
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-last", "progress.json", "meta.json"])
 def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
     """Both flushing and closing the file fail."""
-    if name == LAST:
+    if name == "train-last":
         name = max(name for name in undisturbed if "train" in name).rpartition("/")[2]
     real = Path.open
 

@@ -178,7 +178,7 @@ def test_bad_documents(run, tmp_path, small_batches, line):
     assert "leave such documents out with --skip-bad" in out
     assert not (tmp_path / "out/text").exists()
     out = run(*args, "--skip-bad")
-    assert "left out: 0 empty documents, 1 that cannot be read" in out
+    assert "left out: 0 empty documents, 1 that cannot be read, 0 for training" in out
     meta = check_dataset(tmp_path / "out/text", 257)
     assert (meta.source["bad"], meta.source["empty"]) == (1, 0)
     texts = [json.loads(row)["text"] for row in ROWS.splitlines()]
