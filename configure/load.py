@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.files import check_regular
+from common.text import decode_utf8
 from configure.check import (
     build,
     drop_removed,
@@ -313,14 +314,20 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of a file by dotted key, and the axes of its [sweep] by their keys as text."""
     try:
         check_regular(path)
-        table = tomllib.loads(path.read_bytes().decode())
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
+    try:
+        text = decode_utf8(content)
+    except ValueError as error:
+        raise ConfigError(f"{path} {error}") from None
+    try:
+        table = tomllib.loads(text.removeprefix("\ufeff"))  # which Windows' editors write first
         sweep = table.pop("sweep", {})
         table.pop("track", None)  # a contest's protocol: track/contest.py
         settings = _flatten(table)
         axes = _flatten(sweep) if isinstance(sweep, dict) else {"sweep": sweep}
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
-    # also: not UTF-8, a number of 5,000 digits, deep brackets, long dotted keys
+    # also: a number of 5,000 digits, deep brackets, long dotted keys
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not TOML: {error}; strings need quotes, booleans are true or false"

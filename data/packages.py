@@ -20,6 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+if not __package__:
+    sys.exit("error: start this file as python -m data.packages, in the folder that has data/")
+
 from common.command import build_parser, command, run_command
 from common.files import write_atomic
 

@@ -28,6 +28,9 @@ from typing import Any
 
 import numpy as np
 
+if not __package__:
+    sys.exit("error: start this file as python -m data.prepare, in the folder that has data/")
+
 from common.command import build_parser, command, run_command
 from common.cores import count_cores
 from common.files import DamagedFile, read_json, write_atomic
@@ -71,10 +74,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prepare_dataset(args, shlex.join(["python", "-m", "data.prepare", *recorded]))
     except OSError as error:
+        error.filename = error.filename or str(partial_folder(args.out / args.name))
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise DataError(
-            f"{args.out}: {error}. What is done is kept: make room and start again to resume"
+            f"{error}. What is done is kept: make room and start again to resume"
         ) from error
     except KeyboardInterrupt:
         print("stopped; start again to resume", file=sys.stderr)

@@ -7,7 +7,11 @@ many end-of-text tokens as documents. Prints the set's numbers and the start of 
 """
 
 import os
+import sys
 from pathlib import Path
+
+if not __package__:
+    sys.exit("error: start this file as python -m data.verify, in the folder that has data/")
 
 from common.command import build_parser, command, run_command
 from common.progress import progress_bar
@@ -50,7 +54,9 @@ def verify_dataset(folder: Path) -> str:
                 documents = f"meta.json says {split.documents:,} documents"
                 faults.append(f"{name}: {ends:,} end-of-text tokens, {documents}")
     if faults:
-        raise DataError("\n  ".join([f"{folder} is damaged:", *faults, bins.name_remedy(meta)]))
+        raise DataError(
+            "\n  ".join([f"{folder} is damaged:", *faults, bins.name_remedy(meta, folder)])
+        )
     tokenizer = open_tokenizer(folder)
     description = bins.describe_set(meta, folder)
     lines = [f"{description}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]

@@ -186,6 +186,19 @@ def test_a_wrong_line_of_a_file(write, line, names):
     assert text.startswith(f"{file}") and names in text and text.count("\n") == 0
 
 
+def test_files_as_editors_save_them(tmp_path):
+    """With Windows' byte order mark and line ends; other encodings are named."""
+    text = "# größe\r\n[model]\r\nn_layer = 3\r\n"
+    file = tmp_path / "a.toml"
+    for encoding, at, name in (("utf-16", 0, "UTF-16"), ("latin-1", 4, "ENCODING")):
+        file.write_bytes(text.encode(encoding))
+        says = f"{file} is not UTF-8 at byte {at}: convert it with iconv -f {name} -t UTF-8"
+        assert message(file) == says
+    for encoding in ("utf-8", "utf-8-sig"):
+        file.write_bytes(text.encode(encoding))
+        assert load(file).model.n_layer == 3
+
+
 @pytest.mark.parametrize(
     ("override", "names"),
     [

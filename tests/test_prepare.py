@@ -8,6 +8,8 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -370,7 +372,13 @@ def test_verify_describes_a_set_and_finds_every_damaged_file(run, books, tmp_pat
     edit(prepared / "train-00001.bin", 1000, bytes([good[1000] ^ 1]))
     edit(prepared / "val-00000.bin", 0, b"?")
     out = run("books", main=verify.main, code=2)
-    assert "books is damaged:" in out and "Prepare it again: python -m data.prepare text" in out
+    remedy = f" --force --out {tmp_path}/out"
+    assert "books is damaged:" in out and f"again: {meta.prepare}{remedy}" in out
+    prepared.rename(tmp_path / "out/other")
+    assert f"{meta.prepare} --force --name other --out {tmp_path}/out" in run(
+        "other", main=verify.main, code=2
+    )
+    (tmp_path / "out/other").rename(prepared)
     damaged = re.findall(r"(\S+): expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}", out)
     assert damaged == ["train-00001.bin", "val-00000.bin"]
     os.truncate(prepared / "train-00001.bin", 100)
@@ -557,6 +565,19 @@ def test_a_set_that_does_not_resume_is_started_over(
     assert snapshot(tmp_path / "out") == undisturbed
 
 
+def test_a_command_started_as_a_file():
+    """From the root or from its folder."""
+    for name in ("prepare", "verify", "packages"):
+        for folder, file in ((REPO_ROOT, f"data/{name}.py"), (REPO_ROOT / "data", f"{name}.py")):
+            done = subprocess.run(
+                [sys.executable, file], cwd=folder, capture_output=True, text=True
+            )
+            assert done.stderr == (
+                f"error: start this file as python -m data.{name}, in the folder that has data/\n"
+            )
+            assert done.returncode and not done.stdout
+
+
 def test_two_commands_at_once(run, books, tmp_path, small_batches):
     (tmp_path / "out").mkdir()
     with Writer(tmp_path / "out/text", BYTES):
@@ -642,7 +663,8 @@ def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", open_)
         out = run(*books, code=2)
-    assert "No space left on device" in out and "make room and start again to resume" in out
+    named = tmp_path / f"out/text.partial{f'/{name}' if name.endswith('json') else ''}"
+    assert f"No space left on device: '{named}'. What is done is kept: make room and start" in out
     assert not list((tmp_path / "out").rglob("*.tmp"))
     recorded = (tmp_path / "out/text.partial/progress.json").exists()
     assert recorded == (name not in ("train-00000.bin", "progress.json"))

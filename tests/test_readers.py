@@ -163,7 +163,8 @@ BAD_DOCUMENTS = {  # a line of JSON lines, or another file: what is said of it
     b'{"text": 3.5}': "has no text in field 'text' but 3.5: choose another --text-field",
     b'{"text": ["a", "b"]}': r"has no text in field 'text' but \['a', 'b'\]",
     b'{"text": true}': "has no text in field 'text' but True",
-    b'{"text": "\xe9"}': "is not UTF-8 at byte 10: .*iconv",
+    b'{"text": "\xe9"}': "is not UTF-8 at byte 10: .*iconv -f ENCODING -t UTF-8",
+    '{"text": "a"}'.encode("utf-16"): "is not UTF-8 at byte 0: .*iconv -f UTF-16 -t UTF-8",
 }
 
 

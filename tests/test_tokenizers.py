@@ -1,11 +1,12 @@
 """What people bring: tokenizer.json of every kind against AutoTokenizer, and what one loses."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import documents_of, jsonl, split_of, write_tree
+from corpora import documents_of, jsonl, write_tree
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import (
@@ -21,8 +22,8 @@ from tokenizers import (
 from transformers import AutoConfig, AutoTokenizer
 
 from data import DataError, prepare
-from data.bins import open_tokens, read_meta
-from data.round_trip import Loss, count_changes, show_difference
+from data.bins import read_meta
+from data.round_trip import Loss, check_loss, count_changes, show_difference
 from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, token_bytes
 from data.verify import main as verify
 from eval.val_loss import list_byte_counts, open_text
@@ -235,13 +236,30 @@ def test_the_table_of_kinds(run, folders, tmp_path, kind):
         assert "differs" not in run(*args)
         read = documents_of(tmp_path / "out/text")
         assert sorted(read["train"] + read["val"]) == sorted(MIXED)
-    tokens = open_tokens(tmp_path / "out/text", "train")
-    ids = tokens.read(0, len(tokens))
-    wanted = []
-    theirs = AutoTokenizer.from_pretrained(folders[kind])
-    for text in split_of(MIXED, 0.3)["train"]:
-        wanted += [*theirs(text, add_special_tokens=False)["input_ids"], tokens.eot]
-    assert ids.tolist() == wanted
+
+
+MARKS = ["हिन्दी में लिखा", "كِتَابٌ", "tiếng Việt", "שָׁלוֹם", "ภาษาไทยที่นี่", "ガギグゲゴ"]
+TAKE_AWAY = [  # a normaliser, and texts of scripts in which it changes the meaning
+    ([normalizers.NFD(), normalizers.StripAccents()], MARKS),
+    ([normalizers.BertNormalizer(lowercase=False, strip_accents=True)], MARKS),
+    ([normalizers.Lowercase()], ["İstanbul", "ΑΒΓ", "ПРИВЕТ"]),
+    ([normalizers.NFKC()], ["x² ≠ x₂", "ﬁ ①", "ｶﾞ", "ﷺ"]),
+    ([normalizers.Replace("\u200d", ""), normalizers.Replace("\u200c", "")], ["👩‍👩‍👧", "می‌خواهم"]),
+]
+
+
+@pytest.mark.parametrize(("parts", "texts"), TAKE_AWAY, ids=range(len(TAKE_AWAY)))
+def test_what_a_normaliser_takes_away_is_a_loss(parts, texts):
+    made = build("byte level")
+    made.normalizer = normalizers.Sequence(parts)
+    own = FileTokenizer("normaliser", made.to_str().encode(), 1)
+    for text in texts:
+        loss = Loss()
+        loss.compare(own, f"{'plain ' * 30}{text}", "here")
+        kept = Counter(made.normalizer.normalize_str(text))
+        assert loss.counts["lost"] >= (Counter(text) - kept).total() > 0
+        with pytest.raises(DataError, match="differs for 1 of 1 documents.*--allow-loss"):
+            check_loss(own, loss.counts, loss.example)
 
 
 class NoDigits(ByteTokenizer):
