@@ -102,7 +102,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add(
         "--text-field",
         default="text",
-        help="field of JSON rows, column of tables and parquet (default: %(default)s)",
+        help="field of JSON rows, column of parquet (default: %(default)s)",
     )
     add("--name", help="name of the data set (default: the file's or the corpus')")
     add(

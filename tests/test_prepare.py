@@ -324,6 +324,12 @@ def test_defaults_of_a_corpus(corpus):
         assert (args.val_fraction, args.config) == (0.0, None)  # all of --source is for training
 
 
+def test_the_list_of_corpora_fits_a_terminal(call):
+    listed = call(prepare.main, "--list")
+    assert all(f"\n[{corpus}]\nabout = " in listed for corpus in SOURCES)
+    assert max(len(line) for line in listed.splitlines() if "https://" not in line) <= 80
+
+
 BAD_ARGUMENTS = {
     "": r"which corpus\? One of stdlib, text, shakespeare, fineweb-edu.*--list describes",
     "books3": r"books3 needs files: add --source.*withdrawn for copyright.*pg19",
