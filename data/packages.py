@@ -9,6 +9,9 @@ FOLDER/val.jsonl.xz`. Files are in the order of their content's hash. A file tha
 any package, is left out, and so is a validation file most of whose lines are in the training text.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m data.packages")
+
 import hashlib
 import json
 import lzma
@@ -19,9 +22,6 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-if not __package__:
-    sys.exit("error: start this file as python -m data.packages, in the folder that has data/")
 
 from common.command import build_parser, command, run_command
 from common.files import write_atomic

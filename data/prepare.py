@@ -10,6 +10,9 @@ progress. At the end the folder is renamed to data/<name>/. After a kill the sam
 The set is the same to the byte, with any number of kills and of workers.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m data.prepare")
+
 import argparse
 import errno
 import hashlib
@@ -27,9 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-if not __package__:
-    sys.exit("error: start this file as python -m data.prepare, in the folder that has data/")
 
 from common.command import build_parser, command, run_command
 from common.cores import count_cores

@@ -6,12 +6,11 @@ Checks lengths and sha256 of all shards, that every id is in the vocabulary, and
 many end-of-text tokens as documents. Prints the set's numbers and the start of both splits.
 """
 
-import os
-import sys
-from pathlib import Path
-
 if not __package__:
-    sys.exit("error: start this file as python -m data.verify, in the folder that has data/")
+    raise SystemExit("error: start it in the checkout's root as python -m data.verify")
+
+import os
+from pathlib import Path
 
 from common.command import build_parser, command, run_command
 from common.progress import progress_bar

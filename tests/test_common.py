@@ -36,7 +36,7 @@ from runtime.reporter import format_bar
 
 # ---- commands
 COMMANDS = []
-for folder in ("eval", "scripts", "tools"):
+for folder in ("data", "eval", "scripts", "tools"):
     for path in sorted((REPO_ROOT / folder).glob("*.py")):
         if "__main__" in path.read_text():
             COMMANDS.append(path.relative_to(REPO_ROOT))

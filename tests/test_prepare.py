@@ -8,8 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -569,19 +567,6 @@ def test_a_set_that_does_not_resume_is_started_over(
         assert "progress.json" in out and "--force" in out
     assert "resuming" not in run(*books, "--force")
     assert snapshot(tmp_path / "out") == undisturbed
-
-
-def test_a_command_started_as_a_file():
-    """From the root or from its folder."""
-    for name in ("prepare", "verify", "packages"):
-        for folder, file in ((REPO_ROOT, f"data/{name}.py"), (REPO_ROOT / "data", f"{name}.py")):
-            done = subprocess.run(
-                [sys.executable, file], cwd=folder, capture_output=True, text=True
-            )
-            assert done.stderr == (
-                f"error: start this file as python -m data.{name}, in the folder that has data/\n"
-            )
-            assert done.returncode and not done.stdout
 
 
 def test_two_commands_at_once(run, books, tmp_path, small_batches):
