@@ -1,6 +1,5 @@
 """Text for people: aligned tables, counts with their nouns, one-line reasons."""
 
-import codecs
 import shutil
 import sys
 from collections.abc import Sequence
@@ -64,24 +63,14 @@ def escape_controls(text: str, keep: str = "") -> str:
 
     So names and logs cannot move a terminal's cursor, and bytes that are not UTF-8 can be printed.
     """
+    if text.isprintable():
+        return text
     characters = []
     for character in text:
         if not character.isprintable() and character not in keep:
             character = character.encode("unicode_escape").decode()
         characters.append(character)
     return "".join(characters)
-
-
-def decode_utf8(data: bytes) -> str:
-    """The text of UTF-8 bytes. Raises ValueError with the remedy, and UTF-16 by its name."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        encoding = "UTF-16" if is_utf16 else "ENCODING"
-        raise ValueError(
-            f"is not UTF-8 at byte {error.start}: convert it with iconv -f {encoding} -t UTF-8"
-        ) from None
 
 
 def first_line(error: BaseException) -> str:

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from common.command import build_parser, command, describe_error, require_packages, run_command
 from common.files import write_atomic
-from report.overview import build_overview
 from runtime.runs import find_runs
 
 
@@ -45,18 +44,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def write_report(args: Namespace, origin: Sequence[str]) -> str:
     """Write the page of the runs as they are now; the text has its tables and its place."""
-    from report.page import build_section, format_page, read_report
+    from report.page import build_section, build_verdicts, count_states, format_page, read_report
 
     report = read_report(args)
     sections = [build_section(group, args) for group in report.groups]
     out = args.out or name_folder(find_runs(args.runs))
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "report.html", format_page(report, sections, args, origin))
-    lines = [f"{build_overview(report.runs).to_text()}\n"]
-    lines += [f"{note}." for note in report.notes]
+    verdicts = build_verdicts(sections)
+    lines = [f"{verdicts.to_text(left=2)}\n"] if verdicts.rows else []
     for section in sections:
         lines.append(section.title)
         lines += [f"{table.to_text()}\n" for table in section.tables]
+    lines += [f"{note}." for note in report.notes]
+    lines.append(f"{count_states(report.runs)} (python -m scripts.watch shows each)")
     return "\n".join([*lines, f"report: {out}/report.html"])
 
 

@@ -25,7 +25,8 @@ class Table(NamedTuple):
     @property
     def lines(self) -> list[list[str]]:
         """The cells of each row, in the order of the columns."""
-        return [[row.get(column, "") for column in self.columns] for row in self.rows]
+        columns = self.columns
+        return [[row.get(column, "") for column in columns] for row in self.rows]
 
     def to_text(self, left: int = 1) -> str:
         """Aligned text for a terminal; the first `left` columns are aligned to the left."""

@@ -8,19 +8,18 @@ whether it is an option, separates groups or is neutral.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
 from statistics import median_low
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from common.text import plural
 from configure.schema import KEYS, read_router_names, select_keys
-from report.compare import UNDECIDED, Difference, clustered, judge, paired
+from report.compare import UNDECIDED, Difference, judge, lowest, paired
 from report.labels import (
     count_values,
     describe,
@@ -38,9 +37,6 @@ LAST_IN_LABELS = select_keys("label", "last")
 OPTION_KEYS = select_keys("report", "option")
 SETTING_KEYS = select_keys("report", "setting")
 
-WINDOWS = "val/window_losses"
-DOCUMENTS = "val/window_documents"
-
 Place = tuple[Any, int]  # a value of the report's key, None without a key; a seed
 
 
@@ -50,8 +46,7 @@ class Comparison(NamedTuple):
     Attributes:
         left: variant.
         right: variant.
-        difference: of the means over the rows that are compared.
-        over: what its interval is over: a number of seeds, documents, or "-" without an interval.
+        difference: over seeds, with an interval from MIN_SEEDS on.
         verdict: what its family says of the left one, such as "lower".
         p: by Holm's correction; NaN with few seeds.
     """
@@ -59,7 +54,6 @@ class Comparison(NamedTuple):
     left: str
     right: str
     difference: Difference
-    over: str
     verdict: str = UNDECIDED
     p: float = math.nan
 
@@ -74,6 +68,7 @@ class Group:
         label: distinguishes the group from others; "" if there is only one.
         runs: {variant: {place: run}}, the runs that are compared.
         curves: {label: run}, the runs that are shown and not compared.
+        variants: {label of a variant or a curve: its variant}, of all runs, in order.
     """
 
     values: dict[str, Any]
@@ -81,6 +76,7 @@ class Group:
     label: str = ""
     runs: dict[str, dict[Place, Run]] = field(default_factory=dict)
     curves: dict[str, Run] = field(default_factory=dict)
+    variants: dict[str, str] = field(default_factory=dict)
 
     @property
     def compared(self) -> list[Run]:
@@ -101,7 +97,7 @@ class Group:
     def router(self, variant: str) -> str:
         return self.first_run(variant).config.model.router
 
-    def series(self, name: str, dtype: type = float) -> pd.DataFrame:
+    def series(self, name: str) -> pd.DataFrame:
         """A measure: columns (variant, seed), rows steps, or values of the key at runs' ends."""
         columns: dict[tuple[str, int], dict] = {}
         for variant, of_variant in self.runs.items():
@@ -111,7 +107,7 @@ class Group:
                     if step <= run.max_steps:
                         row = x if self.key else step
                         column[row] = value  # of a value of the key the last one stays
-        return pd.DataFrame(columns, dtype=dtype).sort_index()
+        return pd.DataFrame(columns, dtype=float).sort_index()
 
     @cached_property
     def losses(self) -> pd.DataFrame:
@@ -125,80 +121,79 @@ class Group:
         rows = list(self.losses.index)
         return rows if self.key else rows[-1:]
 
-    @cached_property
-    def window_losses(self) -> pd.DataFrame:
-        """The losses of an evaluation's windows, as arrays; see `series`."""
-        return self.series(WINDOWS, object).map(np.array, na_action="ignore")
-
     def compare(self, left: str, right: str, rows: Sequence[Any]) -> Comparison | None:
         """Mean over rows of `losses` of the left one's minus the right one's.
 
         It pairs the seeds that both have at every row at which they share one; None without any.
-        With fewer than MIN_SEEDS seeds the interval is over documents, and has no p-value.
         """
         apart = pd.DataFrame(self.losses[left] - self.losses[right]).loc[list(rows)]
         apart = apart.dropna(how="all").dropna(axis="columns")
-        if apart.empty:
+        return None if apart.empty else require_seeds(left, right, paired(apart.mean()))
+
+    def compare_best(self, left: str, right: str) -> Comparison | None:
+        """The left one at its best value of the key minus the right one at its own; see `lowest`.
+
+        It pairs the seeds that have every value of both; None without any.
+        """
+        of_both = {v: pd.DataFrame(self.losses[v]).dropna(how="all") for v in (left, right)}
+        losses = pd.concat(of_both, join="inner").dropna(axis="columns")
+        if losses.empty:
             return None
-        difference = paired(apart.mean())
-        if difference.n >= MIN_SEEDS:
-            return Comparison(left, right, difference, plural(difference.n, "seed"))
+        return require_seeds(left, right, lowest(losses.loc[left], losses.loc[right]))
+
+
+def require_seeds(left: str, right: str, difference: Difference) -> Comparison:
+    """A comparison, without an interval if it is of fewer than MIN_SEEDS seeds."""
+    if difference.n < MIN_SEEDS:
         difference = Difference(difference.mean, n=difference.n)
-        windows = []
-        for variant in (left, right):
-            cells = self.window_losses[variant].reindex(apart.index)[apart.columns]
-            windows.append(cells.stack().dropna().tolist())
-        if not len(windows[0]) == len(windows[1]) == apart.size:
-            return Comparison(left, right, difference, "-")
-        mean = np.subtract(*windows).mean(axis=0)  # (W,)
-        run = self.first_run(left)
-        documents = run.evaluations[run.last_evaluated].get(DOCUMENTS, range(len(mean)))
-        _, low, high, *_ = clustered(mean, documents)
-        return Comparison(left, right, difference._replace(low=low, high=high), "documents")
+    return Comparison(left, right, difference)
+
+
+def choose_baseline(group: Group, wanted: str) -> str:
+    """The router or variant that is `wanted`; the first router of a group that lacks it."""
+    routers = [group.router(variant) for variant in group.runs]
+    if wanted in group.runs or wanted in routers or not routers:
+        return wanted
+    return routers[0]
 
 
 def find_pairs(group: Group, baseline: str) -> list[tuple[str, str]]:
-    """Variants to compare: of one router with one other option, of two routers with similar ones.
+    """Each variant and those of the baseline, a router or a variant, that it is compared with.
 
-    The baseline, a router or a variant's label, is the second of its pairs. If it is a variant, it
-    is compared with all others. Variants without a common seed are not compared.
+    They are the second of their pairs, and have the most similar options. Of the baseline's own
+    variants those are compared that differ in one option. Variants without a common seed are not.
     """
-    routers = {}
-    options = {}
-    for variant in group.runs:
-        routers[variant] = group.router(variant)
-        options[variant] = list_options(group.first_run(variant), group.key)
-    last_router = routers.get(baseline, baseline)  # second, so that no pair of routers flips
-    distances = {}
-    nearest: dict[tuple[str, str], int] = {}  # of a variant and another router
-    # reversed, because routers that a user added come first in a pair
-    for left, right in combinations(reversed(group.runs), 2):
-        if group.runs[left].keys().isdisjoint(group.runs[right]):
-            continue
-        if baseline == left or routers[left] == last_router != routers[right]:
-            left, right = right, left
-        n_differing = sum(a != b for a, b in zip(options[left], options[right], strict=True))
-        distances[left, right] = n_differing
-        for key in ((left, routers[right]), (right, routers[left])):
-            nearest[key] = min(n_differing, nearest.get(key, n_differing))
+    references = [v for v in group.runs if baseline in (v, group.router(v))]
+    options = {v: list_options(group.first_run(v), group.key) for v in group.runs}
     pairs = []
-    # the most alike last, whose differences a picture shows
-    for (left, right), distance in sorted(distances.items(), key=lambda item: -item[1]):
-        if routers[left] == routers[right]:
-            natural = {1}
-        else:
-            natural = {nearest[left, routers[right]], nearest[right, routers[left]]}
-        if distance in natural or baseline == right:
-            pairs.append((left, right))
+    for left in reversed(group.runs):
+        rights = references
+        if left in references:
+            rights = references[: references.index(left)]  # each pair once
+        distances = {}
+        for right in rights:
+            if not group.runs[left].keys().isdisjoint(group.runs[right]):
+                n_differing = sum(map(operator.ne, options[left], options[right]))
+                distances[right] = n_differing
+        wanted = 1 if left in references else min(distances.values(), default=0)
+        pairs += [(left, right) for right, distance in distances.items() if distance == wanted]
     return pairs
 
 
-def compare_group(group: Group, baseline: str = "kern", margin: float = 0.0) -> list[Comparison]:
-    """Every pair of a group at the end, as one family. Nothing is compared before training."""
+def compare_group(
+    group: Group, baseline: str = "kern", margin: float = 0.0, at_best: bool = False
+) -> list[Comparison]:
+    """Every pair of a group at the end, as one family. Nothing is compared before training.
+
+    In a group with a key pairs are compared by the mean over it, or `at_best`: each variant at its
+    best value.
+    """
     found = []
     if group.key or any(group.ends):
         for left, right in find_pairs(group, baseline):
             comparison = group.compare(left, right, group.ends)
+            if at_best:
+                comparison = group.compare_best(left, right)
             if comparison is not None:
                 found.append(comparison)
     verdicts = judge([comparison.difference for comparison in found], margin)
@@ -278,6 +273,7 @@ def add_runs(group: Group, runs: Sequence[Run], option_keys: Sequence[str]) -> l
     for run in runs:
         options = [format_value(key, run.value(key)) for key in option_keys]
         variant = join_labels([run.config.model.router, *options])
+        group.variants[variant] = variant
         if run in compared:
             x = None if group.key is None else run.value(group.key)
             first = group.runs.setdefault(variant, {}).setdefault((x, run.seed), run)
@@ -290,7 +286,9 @@ def add_runs(group: Group, runs: Sequence[Run], option_keys: Sequence[str]) -> l
         if fault:
             notes.append(f"left out: {fault}")
         elif run.evaluations and group.key is None:
-            group.curves[f"{variant}, {run.path.name}, {run.status.state}"] = run
+            label = f"{variant}, {run.path.name}, {run.status.state}"
+            group.curves[label] = run
+            group.variants[label] = variant
     return notes
 
 

@@ -82,7 +82,6 @@ def find_text_mismatch(runs: Sequence[Run]) -> str:
         properties = {
             "data (sha256 in their checkpoints)": run.metadata.get("data"),
             "tokenizer (sha256 in their checkpoints)": run.metadata.get("tokenizer"),
-            "number of validation windows": run.count_windows(),
         }
         for key in keys:
             properties[key] = run.value(key)

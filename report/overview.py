@@ -20,7 +20,7 @@ VALUES = {  # column: (name in metrics.jsonl, format)
     "val loss": ("val/loss", ".4f"),
     "MFU": ("perf/mfu", ".1%"),
 }
-IMPORTANT = ("run", "state", "val loss", "trouble", "left", "step", "best", "train loss")
+IMPORTANT = ("run", "state", "val loss", "trouble", "left", "step", "train loss")
 SETTING_KEYS = select_keys("report", "setting")
 KEYS_IN_ORDER = ["model.router", "run.seed", *SETTING_KEYS, *select_keys("report", "option")]
 
@@ -31,11 +31,13 @@ def build_overview(runs: Sequence[Run]) -> Table:
     Columns that are empty for every run are left out.
     """
     varying = find_varying(runs, KEYS_IN_ORDER)
-    settings = [run.values(SETTING_KEYS) for run in runs]
+    settings: dict[tuple, int] = {}  # in the order they came in
+    for run in runs:
+        settings.setdefault(run.values(SETTING_KEYS), len(settings))
 
     def place(run: Run) -> tuple:
         loss = run.newest.get("val/loss", math.inf)
-        setting = settings.index(run.values(SETTING_KEYS))
+        setting = settings[run.values(SETTING_KEYS)]
         return setting, not run.is_finished, math.isnan(loss), loss
 
     rows = []
@@ -58,12 +60,6 @@ def describe_run(run: Run) -> dict[str, str]:
     row["step"] = f"{step:,} of {run.max_steps:,} {step / run.max_steps:>4.0%}"
     for column, (name, form) in VALUES.items():
         row[column] = f"{run.newest[name]:{form}}" if name in run.newest else ""
-    losses = run.series("val/loss")
-    best_step = min(losses, key=lambda step: losses[step], default=0)
-    is_past = best_step < run.last_evaluated
-    row["best"] = ""
-    if is_past:
-        row["best"] = f"{losses[best_step]:.4f} at {best_step:,}"
     speeds = list(run.series("perf/tokens_per_sec").values())[-5:]
     speed = median(speeds) if speeds else 0.0
     row["tokens/s"] = ""

@@ -12,7 +12,14 @@ from jinja2 import Template
 from report import tables
 from report.blocks import Table
 from report.compare import UNDECIDED
-from report.frame import MIN_SEEDS, Comparison, Group, compare_group, group_runs
+from report.frame import (
+    MIN_SEEDS,
+    Comparison,
+    Group,
+    choose_baseline,
+    compare_group,
+    group_runs,
+)
 from report.overview import build_overview, count_states
 from report.paper import build_paper_table, check_experiment
 from report.plots import Picture, draw_group
@@ -28,6 +35,7 @@ class Section(NamedTuple):
     text: str
     pictures: list[Picture]
     tables: list[Table]
+    verdicts: list[dict]
 
 
 class Report(NamedTuple):
@@ -60,27 +68,45 @@ def read_report(args: Namespace) -> Report:
 
 def build_section(group: Group, args: Namespace) -> Section:
     """The section of a group."""
-    pairs = compare_group(group, args.baseline, args.margin)
-    pictures = draw_group(group, args.baseline, describe_verdicts(pairs, group, args.baseline))
+    baseline = choose_baseline(group, args.baseline)
+    pairs = compare_group(group, baseline, args.margin)
+    families = {"": pairs}
+    text = describe_verdicts(pairs, group, f"Against {baseline}")
+    if group.key:
+        best = compare_group(group, baseline, at_best=True)
+        families = {"at best: ": best, "mean: ": pairs}
+        at_best = describe_verdicts(best, group, f"Each at its best {group.key} against {baseline}")
+        mean = describe_verdicts(pairs, group, f"Mean over {group.key} against {baseline}")
+        text = f"{at_best} {mean}"
+    pictures = draw_group(group, baseline, text)
     shown = []
+    verdicts = []
     if group.runs:
-        shown = [tables.build_pairs_table(group, pairs), tables.build_loss_table(group)]
+        verdicts = tables.list_verdicts(group, families)
+        shown = [tables.build_loss_table(group), tables.build_measure_table(group)]
         if args.experiment:
-            shown.append(build_paper_table(args.experiment, group.values))
-        shown.append(tables.build_measure_table(group))
+            shown.insert(1, build_paper_table(args.experiment, group.values))
     shown = [table for table in shown if table.rows]
-    return Section(group.label or "Loss", tables.describe_group(group), pictures, shown)
+    title = group.label or "Loss"
+    return Section(title, tables.describe_group(group), pictures, shown, verdicts)
 
 
-def describe_verdicts(pairs: Sequence[Comparison], group: Group, baseline: str) -> str:
-    """The variants whose loss is decided to differ from the baseline's, and how many are not."""
+def describe_verdicts(pairs: Sequence[Comparison], group: Group, what: str) -> str:
+    """The variants whose loss is decided to differ from the baseline's, and how many are not.
+
+    `what` says what is compared with it.
+    """
     if not group.runs:
         return "These runs are not compared yet."
-    with_baseline = [p for p in pairs if baseline in (p.right, group.router(p.right))]
-    with_baseline.sort(key=lambda pair: pair.difference.mean)
-    decided = [f"{p.left} {p.verdict}" for p in with_baseline if UNDECIDED not in p.verdict]
-    n_undecided = len(with_baseline) - len(decided)
-    return f"Against {baseline}: {'; '.join([*decided, f'{n_undecided} undecided'])}."
+    ordered = sorted(pairs, key=lambda pair: pair.difference.mean)
+    decided = [f"{pair.left} {pair.verdict}" for pair in ordered if UNDECIDED not in pair.verdict]
+    n_undecided = len(pairs) - len(decided)
+    return f"{what}: {'; '.join([*decided, f'{n_undecided} undecided'])}."
+
+
+def build_verdicts(sections: Sequence[Section]) -> Table:
+    """The table of all settings."""
+    return Table("Verdicts", [row for section in sections for row in section.verdicts])
 
 
 def format_page(
@@ -92,6 +118,7 @@ def format_page(
         report=report,
         states=count_states(report.runs),
         overview=build_overview(report.runs),
+        verdicts=build_verdicts(sections),
         sections=sections,
         args=args,
         origin=f"{format_time(time.time())}: python -m {shlex.join(command)}",

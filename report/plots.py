@@ -6,6 +6,7 @@ all its panels, and can be read in grey: curves differ in marker and line style.
 
 import base64
 import io
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,10 +24,12 @@ from report.frame import Group, find_pairs
 from report.labels import format_tick, name_unit
 from report.tables import find_measures, list_rows
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart
-COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-LINES = ("-", "--", "-.", ":", (0, (7, 2)), (0, (1, 1)))
-CYCLE = cycler(color=COLOURS) + cycler(marker="os^vDP") + cycler(linestyle=LINES)
+# Okabe and Ito's colours, which colour-blind readers can tell apart, then some of Tol's
+COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+COLOURS += ["#000000", "#882255", "#117733", "#332288", "#999933", "#AA4499"]
+LINES = ["-", "--", "-.", ":", (0, (7, 2)), (0, (1, 1))]
+CYCLE = cycler(color=COLOURS) + cycler(marker="os^vDPX*<>hp") + cycler(linestyle=2 * LINES)
+N_COLOURED = 6  # curves of a picture
 OTHERS = {"color": "#999999", "linewidth": 0.8, "zorder": 1, "label": "others"}
 SVG = {"svg.fonttype": "none", "svg.hashsalt": ""}  # text as text; equal pictures are equal files
 PANEL = (4.2, 3.0)  # width and height in inches: a phone's width
@@ -79,12 +82,12 @@ def draw_losses(group: Group, baseline: str, styles: Styles) -> Figure:
     losses = collect_curves(group, "val/loss")
     for label, run in group.curves.items():
         losses[label] = summarize_range(pd.DataFrame({0: run.series("val/loss")}))
-    differences, over = collect_differences(group, baseline)
+    differences = collect_differences(group, baseline)
     figure, panels = make_figure(2 if differences else 1)
     title = f"validation loss, {name_unit(group.shown[0])}; range of seeds"
     plot_curves(panels[0], title, group, losses, styles)
     if differences:
-        title = f"minus {baseline}'s, 95% over {over}"
+        title = f"minus {baseline}'s, 95% over seeds"
         plot_curves(panels[1], title, group, differences, styles, has_zero=True)
     add_legend(figure)
     return figure
@@ -98,8 +101,7 @@ def draw_loads(group: Group) -> Figure | None:
     rows: dict[str, list[float]] = {}
     for variant in group.runs:
         run = group.first_run(variant)
-        last = run.evaluations[run.last_evaluated]
-        for number, layer in enumerate(last.get("val/loads", []), 1):
+        for number, layer in enumerate(run.read_loads(), 1):
             loads = np.divide(layer, np.mean(layer))
             label = f"{variant}, layer {number}"
             rows[label] = sorted(loads, reverse=True)
@@ -165,44 +167,40 @@ def summarize_range(values: pd.DataFrame) -> pd.DataFrame:
     return points.groupby(points.index // stride).mean().set_index("place")
 
 
-def collect_differences(group: Group, baseline: str) -> tuple[Curves, str]:
-    """The loss minus that of the most similar variant of the baseline, with its interval.
-
-    The text says what the intervals are over.
-    """
-    curves = {}
-    draws = set()
+def collect_differences(group: Group, baseline: str) -> Curves:
+    """The loss minus that of the most similar variant of the baseline, with its interval."""
+    curves: Curves = {}
     for left, right in find_pairs(group, baseline):
-        is_of_baseline = group.router(right) == baseline != group.router(left)
-        if not is_of_baseline and right != baseline:
+        if left in curves or baseline == group.router(left) != right:
             continue
         points = {}
         for row in list_rows(group, MAX_POINTS):
             pair = group.compare(left, right, [row])
             if pair is not None:
                 points[row] = pair.difference[:3]
-                draws.add(pair.over)
         if points:
             curves[left] = pd.DataFrame(points, index=["mean", "low", "high"]).T
-    return curves, " or ".join(sorted(draws))
+    return curves
 
 
 # ---- how it is drawn
 def choose_styles(group: Group, baseline: str) -> Styles:
     """The style of each curve in all pictures of a group.
 
-    The baseline and the lowest losses have a colour, the others are grey.
+    The baseline and the lowest losses have a colour, the others are grey. It is by the place of the
+    variant among all that have runs: one that fails changes no other's.
     """
 
     def rank(variant: str) -> tuple:
         is_baseline = baseline in (variant, group.router(variant))
         return not is_baseline, pd.DataFrame(group.losses[variant]).mean(axis=1).min()
 
-    leading = [*sorted(group.runs, key=rank), *group.curves][: len(COLOURS)]
-    labels = [*group.runs, *group.curves]
-    styles: Styles = dict.fromkeys(labels, OTHERS)
-    for label, style in zip(filter(leading.__contains__, labels), CYCLE, strict=False):
-        styles[label] = {**style, "label": label, "markersize": 3}
+    of_variants = dict(zip(dict.fromkeys(group.variants.values()), itertools.cycle(CYCLE)))
+    styles: Styles = dict.fromkeys([*group.runs, *group.curves], OTHERS)
+    for label in [*sorted(group.runs, key=rank), *group.curves][:N_COLOURED]:
+        styles[label] = {**of_variants[group.variants[label]], "label": label, "markersize": 3}
+        if label in group.curves:
+            styles[label] |= {"linewidth": 0.8, "marker": ""}
     return styles
 
 

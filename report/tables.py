@@ -1,24 +1,22 @@
-"""The tables of a group: losses, pairs, measures, and what it is in words.
+"""The tables of groups: verdicts, losses, measures, and what a group is in words.
 
 ± is the standard deviation over seeds, [low, high] a 95% interval; heads of columns say so.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from balance import MEASURES
-from common.text import plural
 from report.blocks import Table
-from report.frame import DOCUMENTS, Comparison, Group
+from report.frame import Comparison, Group
 from report.labels import format_tick, format_value, join_labels, name_unit
 from runtime.memory import count_parameters
 
 SPREAD = "± SD over seeds"
-MINUS = "first minus second, 95%"
 LABELS = {  # besides measures of routing: {name in metrics.jsonl: (in words, format)}
     "train/loss": ("training loss", ".4f"),
     "val_ema/loss": ("validation loss of averaged weights", ".4f"),
@@ -66,29 +64,54 @@ def build_loss_table(group: Group) -> Table:
     name = f"{group.key or 'loss at step'}, {SPREAD}"
     cells = summarize(group.losses.loc[list_rows(group)])
     cells.columns = [format_tick(group.key, row) for row in cells.columns]
+    texts = cells.to_dict("index")
     rows = []
-    for variant, row in cells.to_dict("index").items():
-        rows.append({name: variant, "seeds": str(len(group.losses[variant].columns)), **row})
-    return Table("Losses", rows, [name, "seeds", *reversed(cells.columns)])
+    for variant in group.runs:
+        rows.append({name: variant, "seeds": list_seeds(group, variant), **texts[variant]})
+    return Table("Losses", rows, [name, *reversed(cells.columns)])
 
 
-def build_pairs_table(group: Group, pairs: Sequence[Comparison]) -> Table:
-    """A row for each pair, the largest difference first.
+def list_verdicts(group: Group, families: Mapping[str, Sequence[Comparison]]) -> list[dict]:
+    """A group's rows of the table of verdicts: each variant, its comparisons and its loss.
 
-    Over a key it has the difference at each value, and the mean, which is judged.
+    The loss is that at the end; over a key it is the lowest mean, and its value is named.
+
+    Args:
+        group: the group.
+        families: {what is compared, at the start of heads: pairs}.
     """
+    losses = group.losses.loc[group.ends]
+    cells = summarize(losses).to_dict("index")
+    lowest = losses.T.groupby(level=0, sort=False).mean().idxmin(axis="columns")
     rows = []
-    for pair in sorted(pairs, key=lambda pair: -abs(pair.difference.mean)):
-        row = {"first": pair.left, "second": pair.right}
-        for x in group.ends if group.key else ():
-            at_x = group.compare(pair.left, pair.right, [x])
-            row[format_tick(group.key, x)] = str(at_x.difference) if at_x else ""
-        row[MINUS] = str(pair.difference)
-        row["interval over"] = pair.over
-        row["first is"] = pair.verdict
-        row["Holm's p"] = "-" if math.isnan(pair.p) else f"{pair.p:.2g}"
-        rows.append(row)
-    return Table("Pairs", rows, ["first", "second", MINUS, "first is"])
+    for variant in group.runs:
+        comparisons: dict[str, dict] = {}  # by the variant that is subtracted
+        for name, pairs in families.items():
+            for pair in pairs:
+                if pair.left == variant:
+                    cells_of_pair = comparisons.setdefault(pair.right, {"minus": pair.right})
+                    cells_of_pair |= describe_pair(pair, name)
+        row = {"setting": group.label, "variant": variant}
+        place = lowest[variant]
+        end = {f"loss, {SPREAD}": cells[variant][place], "seeds": list_seeds(group, variant)}
+        if group.key:
+            end[f"best {group.key}"] = format_tick(group.key, place)
+        rows += [row | cells_of_pair | end for cells_of_pair in comparisons.values() or [{}]]
+    return sorted(rows, key=len, reverse=True)  # the full ones name the columns
+
+
+def describe_pair(pair: Comparison, name: str) -> dict[str, str]:
+    """The cells of a comparison; `name` is at the start of their heads."""
+    return {
+        f"{name}is": pair.verdict,
+        f"{name}difference, 95%": str(pair.difference),
+        f"{name}Holm's p": "-" if math.isnan(pair.p) else f"{pair.p:.2g}",
+    }
+
+
+def list_seeds(group: Group, variant: str) -> str:
+    """The seeds of a variant's runs that are compared, such as `0, 1, 2`."""
+    return ", ".join(map(str, sorted(group.losses[variant].columns)))
 
 
 def find_measures(group: Group) -> dict[str, tuple[str, str]]:
@@ -133,20 +156,14 @@ def build_measure_table(group: Group) -> Table:
 
 
 def describe_group(group: Group) -> str:
-    """The text, the length of training, the validation windows and the models' sizes."""
+    """The text, the length of training and the models' sizes."""
     run = group.shown[0]
     tokens = run.config.train.batch_size * run.config.model.block_size
-    steps = sorted({run.max_steps for run in group.shown})
-    windows = f"{run.count_windows():,} validation windows"
-    documents = set(run.evaluations[run.last_evaluated].get(DOCUMENTS, ()))
-    if documents:
-        windows += f" of {plural(len(documents), 'document')}"
+    lengths = " or ".join(f"{steps:,}" for steps in sorted({run.max_steps for run in group.shown}))
     sizes = []
     for total, active in sorted({count_parameters(run.config.model) for run in group.shown}):
         sizes.append(f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active")
-    lengths = " or ".join(f"{length:,}" for length in steps)
-    models = " or ".join(dict.fromkeys(sizes))
     return (
-        f"{run.config.data.label}: {lengths} steps of {tokens:,} tokens; {windows}. {models}. "
-        f"Losses in {name_unit(run)}."
+        f"{run.config.data.label}: {lengths} steps of {tokens:,} tokens. "
+        f"{' or '.join(dict.fromkeys(sizes))}. Losses in {name_unit(run)}."
     )

@@ -12,10 +12,12 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+from pydantic_core import from_json  # in half of json's time
 from tqdm import tqdm
 
 from common.files import write_atomic
@@ -33,6 +35,7 @@ VALIDATION_ARRAYS = (
 )
 ARRAYS = (*VALIDATION_ARRAYS, "router/loads")  # the last: (L, E) tokens of a training step
 LARGEST = 2**63 - 1  # integer that a line may have: numpy's int64
+LIMIT = 8192  # lines of a kind that pages keep; pictures show 60 points
 
 Line = dict[str, Any]  # `step`, `tokens`, and numbers or lists of numbers by name
 
@@ -187,23 +190,131 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[Line]:
             file of arrays is damaged; it is named.
     """
     path = Path(path)
-    if not path.exists():
-        return []
-    if not path.is_file():  # opening a FIFO would wait for a process that writes to it
-        raise RunError(f"{path} is not a regular file; remove it")
-    texts = path.read_bytes().removesuffix(b"\n").split(b"\n")
     lines = []
-    for number, text in enumerate(texts, 1):
-        line = _parse_line(text)
-        if line is not None:
-            lines.append(line)
-        elif number < len(texts) or text.endswith(b"}"):  # a whole object, but a wrong one
-            raise RunError(
-                f"{path}, line {number} is not a JSON object of numbers with step and tokens; "
-                "remove that line"
-            )
+    with open_lines(path) as file:
+        for number, text in enumerate(file, 1):
+            line = _parse_line(text)
+            if line is None:
+                check_is_cut(path, number, text, file)
+            else:
+                lines.append(line)
     add_arrays(path, lines, arrays)
     return lines
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Open a metrics.jsonl; one that does not exist is empty."""
+    if not path.exists():
+        return io.BytesIO()
+    if not path.is_file():  # opening a FIFO would wait for a process that writes to it
+        raise RunError(f"{path} is not a regular file; remove it")
+    return path.open("rb")
+
+
+def check_is_cut(path: Path, number: int, text: bytes, file: BinaryIO) -> None:
+    """Raise RunError for a wrong line, unless it is the last of `file` and was cut short."""
+    if file.read(1) or text.rstrip().endswith(b"}"):  # a whole object, but a wrong one
+        raise RunError(
+            f"{path}, line {number} is not a JSON object of numbers with step and tokens; "
+            "remove that line"
+        )
+
+
+class History:
+    """What is drawn of a metrics.jsonl, read on from where the last look ended.
+
+    Attributes:
+        evaluations: lines with val/loss.
+        logs: lines with train/loss.
+    """
+
+    def __init__(self) -> None:
+        self.evaluations = Thinned(b'"val/loss"')
+        self.logs = Thinned(b'"train/loss"')
+        self.stamp = (0, 0, 0)  # the file's number, time of its last change and size
+        self.count = 0  # lines read
+        self.end = 0  # bytes read
+        self.last = b""  # line read
+
+    def read(self, path: Path) -> None:
+        """Read what was added since the last call; all if other things have changed.
+
+        Raises RunError as `read_metrics` does.
+        """
+        with open_lines(path) as file:
+            state = path.stat() if path.exists() else os.stat_result([0] * 10)
+            stamp = (state.st_ino, state.st_mtime_ns, state.st_size)
+            if stamp == self.stamp:
+                return
+            file.seek(max(0, self.end - len(self.last)))
+            is_same = stamp[0] == self.stamp[0] and file.read(len(self.last)) == self.last
+            if not (is_same and self.last.endswith(b"\n") and state.st_size > self.end):
+                self.__init__()
+                file.seek(0)
+            for text in file:
+                if self.add(text):
+                    self.last = text
+                    self.end += len(text)
+                    self.count += 1
+                else:
+                    check_is_cut(path, self.count + 1, text, file)
+            self.stamp = stamp
+
+    def add(self, text: bytes) -> bool:
+        """Add a line; False if it is broken. One that is not kept is not looked at inside."""
+        kinds = [kind for kind in (self.evaluations, self.logs) if kind.name in text]
+        line: Line | None = {}
+        if not kinds or any(kind.count % kind.stride == 0 for kind in kinds):
+            line = _parse_line(text)
+        elif not (text.startswith(b"{") and text.endswith(b"}\n")):
+            return False
+        if line is None:
+            return False
+        for kind in kinds:
+            kind.add(text, line)
+        return True
+
+    @property
+    def newest(self) -> Line:
+        """The newest value of each name in the last lines."""
+        lines = [_parse_line(text) for text in (self.evaluations.last, self.logs.last, self.last)]
+        newest: Line = {}
+        for line in sorted(filter(None, lines), key=itemgetter("step")):
+            newest |= line
+        return newest
+
+
+class Thinned:
+    """Lines of one kind: all up to LIMIT, of more every second, fourth, …; and the last one.
+
+    Lines of equally many steps are kept in all runs that log as often.
+    """
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        self.kept: dict[int, Line] = {}  # by step
+        self.stride = 1
+        self.count = 0
+        self.last = b""
+
+    def add(self, text: bytes, line: Line) -> None:
+        """Add the next line."""
+        if self.count % self.stride == 0:
+            self.kept[line["step"]] = line
+        if len(self.kept) > LIMIT:
+            self.kept = dict(list(self.kept.items())[::2])
+            self.stride *= 2
+        self.last = text
+        self.count += 1
+
+    @property
+    def lines(self) -> list[Line]:
+        """The lines, in their order."""
+        last = _parse_line(self.last)
+        lines = dict(self.kept)
+        if last:
+            lines[last["step"]] = last
+        return list(lines.values())
 
 
 def add_arrays(path: Path, lines: Sequence[Line], names: Sequence[str]) -> None:
@@ -219,8 +330,10 @@ def add_arrays(path: Path, lines: Sequence[Line], names: Sequence[str]) -> None:
     for prefix, loss in (("val", "val/loss"), ("router", "train/loss")):
         own_names = [name for name in names if prefix_of(name) == prefix]
         rows: dict[int, Line] = {}  # {step: {name: array}}
+        first_step = min((line["step"] for line in lines), default=0)
         for file in list_arrays(path, prefix) if own_names else ():
-            rows |= load_arrays(file, own_names)
+            if last_step_of(file) >= first_step:
+                rows |= load_arrays(file, own_names)
         for line in lines:
             if loss in line:
                 line |= rows.get(line["step"], {})
@@ -229,8 +342,8 @@ def add_arrays(path: Path, lines: Sequence[Line], names: Sequence[str]) -> None:
 def _parse_line(text: bytes) -> Line | None:
     """The object of a line; None if it is not one of metrics.jsonl."""
     try:
-        line = json.loads(text.decode())
-    except (ValueError, RecursionError):
+        line = from_json(text)
+    except ValueError:
         return None
     if not isinstance(line, dict) or type(line.get("step")) is not int or "tokens" not in line:
         return None

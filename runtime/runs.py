@@ -16,15 +16,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 import configure
 from common.files import check_regular, is_locked
 from common.text import escape_controls
 from configure import Config
 from configure.schema import KEYS, Mix, has_effect, select_keys
 from runtime import FAILURE_FILE, RunError, check_is_run
-from runtime.metrics import VALIDATION_ARRAYS, Line, add_arrays, read_metrics
+from runtime.metrics import History, Line, add_arrays, read_metrics
 
 # ---- checkpoints: where they are, and manifest.json
 MANIFEST = "manifest.json"
@@ -134,7 +132,7 @@ class Status(NamedTuple):
         state: "running" while a process holds its lock; "failed" if it ended with an error;
             "finished" if it was evaluated at its last step; "unknown" if it may train on another
             computer; else "stopped".
-        step: the newest step of its metrics or checkpoints.
+        step: the newest step of its metrics.
         trouble: the gravest problem, or why the state is unknown; "" without one.
     """
 
@@ -152,6 +150,7 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._values: dict[str, Any] = {}  # of keys: tables of many runs ask for all of them
 
     def __str__(self) -> str:
         return str(self.path)
@@ -187,6 +186,11 @@ class Run:
         A key without effect has its default. A mixture's data.name is empty: the mixture says it
         all. A balance loss over micro-batches depends on their size, so its scope names the size.
         """
+        if key not in self._values:
+            self._values[key] = self._find_value(key)
+        return self._values[key]
+
+    def _find_value(self, key: str) -> Any:
         schema = KEYS[key]
         if not has_effect(key, self.value):
             return schema["default"]
@@ -244,58 +248,55 @@ class Run:
     # ---- metrics
     @cached_property
     def metrics(self) -> list[Line]:
-        """The lines of metrics.jsonl, without arrays; see `read_metrics`."""
+        """All lines of metrics.jsonl, without arrays; see `read_metrics`."""
         return read_metrics(self.path / "metrics.jsonl")
+
+    @property
+    def val_losses(self) -> dict[int, float]:
+        """{step: validation loss, nats per token} of all lines, also those that are not finite."""
+        return {line["step"]: line["val/loss"] for line in self.metrics if "val/loss" in line}
+
+    @cached_property
+    def history(self) -> History:
+        """What is drawn of its metrics."""
+        history = History()
+        history.read(self.path / "metrics.jsonl")
+        return history
 
     @cached_property
     def evaluations(self) -> dict[int, Line]:
-        """{step: line with a finite validation loss}, with its arrays."""
-        lines = [line for line in self.metrics if math.isfinite(line.get("val/loss", math.nan))]
-        add_arrays(self.path / "metrics.jsonl", lines, VALIDATION_ARRAYS)
-        for line in lines:
-            if "val/window_weights" in line:  # a mixture: the mean of weighted losses is val/loss
-                line["val/window_losses"] = np.multiply(
-                    line["val/window_losses"], line["val/window_weights"]
-                )
-        return {line["step"]: line for line in lines}
+        """{step: line with a finite validation loss}; of very many every n-th and the last."""
+        lines = {}
+        for line in self.history.evaluations.lines:
+            if math.isfinite(line["val/loss"]):
+                lines[line["step"]] = line
+        return lines
 
-    @property
+    @cached_property
     def lines(self) -> list[Line]:
         """Every line that has a loss: evaluations, then those of training."""
-        logs = [line for line in self.metrics if "train/loss" in line]
-        return [*self.evaluations.values(), *logs]
+        return [*self.evaluations.values(), *self.history.logs.lines]
+
+    @cached_property
+    def newest(self) -> Line:
+        """The newest value of each name in its metrics."""
+        return self.history.newest
 
     @property
     def last_evaluated(self) -> int:
         """The step of its last finite validation loss; 0 without any."""
         return max(self.evaluations, default=0)
 
-    @property
-    def val_losses(self) -> dict[int, float]:
-        """{step: validation loss, nats per token}, also those that are not finite."""
-        return {line["step"]: line["val/loss"] for line in self.metrics if "val/loss" in line}
-
     def series(self, name: str) -> dict[int, float]:
         """{step: value} of a name, without validation losses that are not finite."""
         return {line["step"]: line[name] for line in self.lines if name in line}
 
-    @cached_property
-    def newest(self) -> dict[str, float]:
-        """The newest value of each name in its metrics."""
-        values = {}
-        for line in self.metrics:
-            for name, value in line.items():
-                if isinstance(value, int | float):
-                    values[name] = value
-        return values
-
-    def count_windows(self) -> int:
-        """The number of validation windows of an evaluation."""
-        count = self.config.eval.windows
-        for line in self.evaluations.values():
-            if "val/window_losses" in line:
-                count = len(line["val/window_losses"])
-        return count
+    def read_loads(self) -> list[list[float]]:
+        """(L, E) tokens of each expert in the last evaluation; empty if they were not logged."""
+        line: Line = {"step": self.last_evaluated, "val/loss": 0.0}
+        line |= self.evaluations.get(self.last_evaluated, {})
+        add_arrays(self.path / "metrics.jsonl", [line], ["val/loads"])
+        return line.get("val/loads", [])
 
     # ---- status
     @property
@@ -322,7 +323,7 @@ class Run:
     def find_status(self, now: float | None = None) -> Status:
         """What it does `now`, in seconds since 1970, by its files and its lock."""
         now = time.time() if now is None else now
-        step = max(int(self.newest.get("step", 0)), self.last_step)
+        step = int(self.newest.get("step", 0))
         trouble = self._find_trouble()
         trains = self._is_training()
         files = [self.path / "metrics.jsonl", self.path / "lock"]
@@ -398,7 +399,8 @@ _last_read: dict[Path, tuple[list, Run]] = {}  # {folder: its files then, its ru
 def read_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """Read the runs at these places and below.
 
-    A run whose files have not changed since the last call is not read again; its status is.
+    A run whose files have not changed since the last call is not read again; its status is. Of
+    metrics.jsonl only new lines are read.
 
     Returns:
         The runs, and a line for each folder that is left out.
@@ -410,7 +412,10 @@ def read_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
             files = list_changes(path)
             files_then, run = _last_read.get(path, ([], Run(path)))
             if files != files_then:
+                history = run.history
+                history.read(path / "metrics.jsonl")
                 run = Run(path)
+                run.history = history
             run.read()  # also of a known one: its lock changes without its files
             _last_read[path] = files, run
             runs.append(run)
@@ -427,7 +432,7 @@ def list_changes(path: Path) -> list[tuple[str, int, int]]:
     The time of a folder is that at which a file in it was written anew, renamed or removed.
     """
     changes = []
-    for name in ("config.toml", "metrics.jsonl", "arrays", "checkpoints"):
+    for name in ("config.toml", "metrics.jsonl", "checkpoints"):
         if (path / name).exists():
             state = (path / name).stat()
             changes.append((name, state.st_mtime_ns, state.st_size))

@@ -34,7 +34,7 @@ def count_arms(*configs):
         own = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
         losses = {step: {"step": step, "val/loss": 2.0} for step in (0, config.train.max_steps)}
         run = Run(REPO_ROOT / f"absent{seed}")
-        run.config, run.metrics = own, list(losses.values())
+        run.config, run.evaluations, run.newest = own, losses, {}
         runs.append(run)
     return [len(group.runs) for group in group_runs(runs)[0]]
 

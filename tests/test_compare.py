@@ -13,6 +13,7 @@ from report.compare import (
     equivalence,
     holm,
     judge,
+    lowest,
     paired,
     student,
 )
@@ -64,6 +65,57 @@ def test_clusters_by_hand_and_as_pairs():
     values = np.random.default_rng(3).normal(1, 1, (5, 4))
     equal = clustered(values.ravel(), np.repeat(range(5), 4))
     assert equal == pytest.approx(paired(values.mean(axis=1)))
+
+
+def limit_lowest(one, other):
+    """The upper limit of the lowest row of one minus that of other, and its one-sided p-value."""
+    limits, p_values = [], []
+    for x in one:
+        tests = [stats.ttest_rel(x, y, alternative="less") for y in other]
+        level = 1 - 0.025 / len(one)
+        limits.append(max(test.confidence_interval(level).high for test in tests))
+        p_values.append(max(test.pvalue for test in tests))
+    return min(limits), len(one) * min(p_values)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3), (3, 3, 4), (2, 5, 8)])
+def test_the_lowest_rows_are_compared_by_all_pairs_of_rows(shape):
+    random = np.random.default_rng(shape)
+    for shift in (-4, 0, 4):
+        first = random.normal(shift, 1, (shape[0], shape[2]))
+        second = random.normal(0, 1, shape[1:])
+        high, below = limit_lowest(first, second)
+        low, above = limit_lowest(second, first)
+        mean = first.mean(axis=1).min() - second.mean(axis=1).min()
+        wanted = (mean, -low, high, min(1, 2 * below, 2 * above), shape[2])
+        assert lowest(first, second) == pytest.approx(wanted)
+        if shape[:2] == (1, 1):
+            assert lowest(first, second) == pytest.approx(paired(first[0], second[0]))
+    assert lowest([[1.0], [0.5]], [[0.75]])[:2] == pytest.approx((-0.25, math.nan), nan_ok=True)
+    assert lowest([[1.0, 1.0]], [[0.5, 0.5], [2.0, 2.0]]) == (0.5, 0.5, 0.5, 0, 2)
+
+
+FLAT, BOWL = np.zeros(5), 3e-3 * np.linspace(-2, 2, 5) ** 2  # true losses at five rates
+
+
+@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize(("first", "second"), [
+    (FLAT, FLAT), (FLAT, FLAT[:1]), (FLAT, 20 * BOWL), (BOWL, BOWL + 1e-3 * np.arange(5)),
+])  # fmt: skip
+def test_the_interval_of_the_lowest_holds_the_truth(n, first, second):
+    """In 95 of 100 or more, with seeds in common; so equal routers are rarely called different."""
+    random = np.random.default_rng(n)
+    n_held = n_false = 0
+    for _ in range(600):
+        shared = random.normal(0, 8e-3, n)
+        rows = []
+        for truth in (first, second):
+            rows.append(truth[:, None] + shared + random.normal(0, 6e-3, (len(truth), n)))
+        difference = lowest(*rows)
+        truth = first.min() - second.min()
+        n_held += difference.low <= truth <= difference.high
+        n_false += lowest(rows[0] - truth, rows[1]).p < 0.05
+    assert n_held >= 0.95 * 600 and n_false <= 0.05 * 600
 
 
 def test_values_that_agree_exactly():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runs import largest_file
 
 from runtime import RunError
-from runtime.metrics import ARRAYS, Metrics, read_metrics
+from runtime.metrics import ARRAYS, History, Metrics, read_metrics
 
 
 def log_run(folder, steps=range(6), resume_step=-1):
@@ -91,6 +91,88 @@ def test_a_kill_at_any_byte_loses_one_line_at_most(tmp_path, data):
     metrics.close()
     assert path.read_bytes().endswith(b"}\n")
     assert steps(tmp_path) == [*range(min(complete, 4)), 9]
+
+
+def read_history(history, path):
+    """What pages see of a file: lines with val/loss, with train/loss, the newest values."""
+    history.read(path)
+    return history.evaluations.lines, history.logs.lines, history.newest
+
+
+def thin(lines, name, limit):
+    """Every n-th of the lines that have a name, so that no more than a limit remain; and the last.
+
+    n is a power of two.
+    """
+    lines = [line for line in lines if name in line]
+    stride = next(2**i for i in range(9) if math.ceil(len(lines) / 2**i) <= limit)
+    last = lines[-1:] if (len(lines) - 1) % stride else []
+    return lines[::stride] + last
+
+
+KINDS = {"log": ["train/loss"], "val": ["val/loss"], "both": ["val/loss", "train/loss"], "no": []}
+
+
+@settings(fuzz, max_examples=60)
+@given(st.data())
+def test_a_history_is_read_on(tmp_path, data):
+    """In parts that end anywhere it is that of the whole file: few lines, and the newest."""
+    lines = []
+    for step, kind in enumerate(data.draw(st.lists(st.sampled_from([*KINDS]), max_size=40))):
+        values = {name: float(step) for name in KINDS[kind]}
+        lines.append({"step": step, "tokens": 0, **values})
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    ends = data.draw(st.lists(st.integers(0, len(text)), max_size=4))
+    path = tmp_path / "metrics.jsonl"
+    path.unlink(missing_ok=True)
+    path.touch()
+    history = History()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.metrics.LIMIT", 4)
+        start = 0
+        for end in [*sorted(ends), len(text)]:
+            with path.open("ab") as file:
+                file.write(text[start:end])
+            start = end
+            seen = read_history(history, path)
+        newest = {}
+        for line in sorted(seen[0][-1:] + seen[1][-1:] + lines[-1:], key=lambda line: line["step"]):
+            newest |= line
+    assert seen == (thin(lines, "val/loss", 4), thin(lines, "train/loss", 4), newest)
+
+
+def test_a_history_follows_a_file_that_is_replaced_and_reads_no_old_line_again(tmp_path):
+    path, history = tmp_path / "metrics.jsonl", History()
+    assert read_history(history, path) == ([], [], {})  # no file yet
+    for i, n_lines in enumerate((3, 5, 5, 2, 7)):  # longer, as long, shorter; in place or not
+        lines = [
+            json.dumps({"step": 10 * i + j, "tokens": 0, "val/loss": 1}) for j in range(n_lines)
+        ]
+        (tmp_path / "new").write_text("\n".join([*lines, ""]))
+        if i % 2:
+            (tmp_path / "new").rename(path)
+        else:
+            path.write_bytes((tmp_path / "new").read_bytes())
+        assert read_history(history, path)[0] == read_metrics(path)
+    old = read_metrics(path)
+    with path.open("r+b") as file:
+        file.write(path.read_bytes().replace(b'"val/loss": 1', b'"val/loss": 2', 1))
+        file.seek(0, 2)
+        file.write(json.dumps({"step": 99, "tokens": 0}).encode())
+    assert read_history(history, path) == (old, [], old[-1] | {"step": 99})
+    with path.open("ab") as file:
+        file.write(b"\n[]\n{}")
+    with pytest.raises(RunError, match="line 9 is not"):
+        history.read(path)
+
+
+def test_a_line_that_is_not_kept_must_look_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.metrics.LIMIT", 2)
+    line = b'{"step": 1, "tokens": 2, "train/loss": 3}\n'
+    for broken in (line[1:], line[:-2] + b"\n"):
+        (tmp_path / "metrics.jsonl").write_bytes(3 * line + broken + line)
+        with pytest.raises(RunError, match="line 4 is not"):
+            History().read(tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("killed_at", range(6))

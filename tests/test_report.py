@@ -28,7 +28,8 @@ from scipy import stats
 from balance import MEASURES
 from model import GPT
 from report import tables
-from report.frame import WINDOWS, compare_group, group_runs
+from report.compare import lowest
+from report.frame import choose_baseline, compare_group, find_pairs, group_runs
 from report.overview import build_overview, count_states
 from report.paper import NUMBERS, build_paper_table
 from report.plots import collect_differences
@@ -99,18 +100,17 @@ def test_runs_on_other_text_are_refused(tmp_path):
         assert groups == [] and re.search(said, notes[-1])
     add_checkpoint(kern, 400, **facts)
     assert len(load_groups(dense, softmax, kern)) == 1
-    more = make_run(tmp_path / "more", "model.router=tanh", windows=9)
-    groups, (note,) = load(softmax, more)
-    assert groups == [] and "number of validation windows is 8 and 9" in note
     # nor are unfinished ones shown beside others
-    young = make_run(tmp_path / "young", "model.router=tanh", windows=9, until=0.3)
+    young = make_run(tmp_path / "young", "model.router=tanh", until=0.3)
+    add_checkpoint(young, **facts | {"data": "else"})
     same = make_run(tmp_path / "same", "model.router=tanh", "run.seed=1", until=0.3)
-    (group,), notes = load(softmax, young, same)
+    (group,), notes = load(dense, young, same)
     assert list(group.curves) == ["tanh, same, stopped"]
-    assert any("young" in note and "windows is 8 and 9" in note for note in notes)
+    assert any("young" in note and "data" in note for note in notes)
+    add_checkpoint(softmax, **facts | {"data": "else"})
     other = make_run(tmp_path / "other", "data.name=other")
-    (group,), notes = load(softmax, more, other)  # the other group stands
-    assert [run.path for run in group.compared] == [other] and "validation windows" in notes[-1]
+    (group,), notes = load(softmax, dense, other)  # the other group stands
+    assert [run.path for run in group.compared] == [other] and "sha256" in notes[-1]
 
 
 SCOPE = "train.balance_loss_coef=0.01 train.balance_loss_scope="
@@ -150,39 +150,32 @@ def test_a_group_is_what_changes_a_loss_and_a_variant_an_option(tmp_path, specs,
 
 # ---- pairs
 def test_which_variants_are_compared(tmp_path):
-    """Of one router those that differ in one option, of two routers those most alike."""
-    given = [("kern", 1), ("kern", 3), ("softmax", 1), ("softmax", 3), ("tanh", 18)]
-    runs = []
-    for router, scale in given:
-        own = [f"model.router={router}", f"model.gate_scale={scale}"]
-        runs.append(make_run(tmp_path / f"{router}{scale}", *own, end=2 + scale / 100))
-    (group,) = load_groups(*runs)
-    pairs = [name.replace(", gate_scale ", "") for name in name_pairs(compare_group(group))]
-    of_tanh = [f"tanh18 against {other}" for other in ("kern1", "kern3", "softmax1", "softmax3")]
-    assert sorted(pairs) == [
-        *("kern3 against kern1", "softmax1 against kern1", "softmax3 against kern3"),
-        *("softmax3 against softmax1", *of_tanh),
-    ]
-    # a difference is from the first of two variants that are as like
-    curves, over = collect_differences(group, "kern")
-    assert curves["tanh, gate_scale 18"].loc[1000, "mean"] == pytest.approx(0.17)
-    assert over == "documents" and "kern, gate_scale 1" not in curves
-    # and from the most alike, though another one has no closer counterpart
-    curves, _ = collect_differences(load_groups(*runs[:2], runs[3])[0], "kern")
-    assert curves["softmax, gate_scale 3"].loc[1000, "mean"] == pytest.approx(0, abs=1e-9)
-    # no pair of routers flips where the baseline is one variant of kern
-    (group,) = load_groups(*runs[:4])
-    pairs = name_pairs(compare_group(group, "kern, gate_scale 1"))
-    routers = {re.sub(", gate_scale .", "", name) for name in pairs}
-    assert routers == {f"{a} against {b}" for a, b in
-                       [("kern", "kern"), ("softmax", "kern"), ("softmax", "softmax")]}  # fmt: skip
-    assert "softmax, gate_scale 3 against kern, gate_scale 1" in pairs  # the baseline with all
-    specs = [f"model.gate_scale={i} train.z_loss_coef={i}" for i in (1, 2)]
+    """With the baseline's most alike; of its own variants those that differ in one option."""
+    specs = []
+    for router, scale in [("kern", 1), ("kern", 3), ("softmax", 1), ("softmax", 3), ("tanh", 18)]:
+        specs.append(f"router={router} model.gate_scale={scale} train.z_loss_coef={scale // 18}")
     (group,) = load_groups(*make(tmp_path, *specs))
+    kern1, kern3, tanh = "kern, gate_scale 1", "kern, gate_scale 3", "tanh, gate_scale 18"
+    softmax1, softmax3 = "softmax, gate_scale 1", "softmax, gate_scale 3"
+    names = [f"{v}, z_loss_coef {int('18' in v)}" for v in (kern1, kern3, softmax1, softmax3, tanh)]
+    kern1, kern3, softmax1, softmax3, tanh = names
+    with_kern = {(kern3, kern1), (softmax1, kern1), (softmax3, kern3), (tanh, kern1), (tanh, kern3)}
+    assert set(find_pairs(group, "kern")) == with_kern and len(with_kern) == 5
+    assert set(find_pairs(group, kern3)) == {(v, kern3) for v in names if v != kern3}
+    with_tanh = set(find_pairs(group, "tanh"))
+    assert with_tanh == {(v, tanh) for v in names[:4]}
+    # in a picture the first of two that are as like is subtracted, and none of the baseline's own
+    curves = collect_differences(group, "kern")
+    ends = [loss_of(tmp_path / str(i)) for i in (4, 0)]
+    assert curves[tanh].loc[1000, "mean"] == pytest.approx(np.subtract(*ends)) and len(curves) == 3
+    assert len(collect_differences(group, kern1)) == 4
+    given = [choose_baseline(group, name) for name in ("dense", "kern", kern3)]
+    assert given == ["softmax", "kern", kern3]  # the first router, without that one
+    specs = [f"model.gate_scale={i} train.z_loss_coef={i}" for i in (1, 2)]
+    (group,) = load_groups(*make(tmp_path / "two", *specs))
     one, two = group.runs
-    assert compare_group(group) == []  # they differ in two options
-    assert name_pairs(compare_group(group, two)) == [f"{one} against {two}"]
-    assert name_pairs(compare_group(group, one)) == [f"{two} against {one}"]
+    assert find_pairs(group, "kern") == []  # they differ in two options
+    assert find_pairs(group, two) == [(one, two)]
 
 
 def test_differences_are_of_seeds_in_common(tmp_path):
@@ -202,23 +195,15 @@ def test_differences_are_of_seeds_in_common(tmp_path):
     assert compare_group(load_groups(runs[0], runs[4])[0]) == []  # without a common seed
 
 
-@pytest.mark.parametrize("seeds, said", [(1, "1 seed"), (2, "2 seeds")])
-def test_few_seeds_have_an_interval_over_documents_that_decides_nothing(tmp_path, seeds, said):
-    runs = make_seeds(tmp_path, {"kern": 1.5, "tanh": 2.0}, seeds, noise=0.01, documents=4)
-    (group,) = load_groups(*runs)
-    pairs = compare_group(group, "tanh", margin=9)
-    windows = [np.array(Run(run).evaluations[1000][WINDOWS]) for run in runs]
-    apart = np.mean(windows[:seeds], 0) - np.mean(windows[seeds:], 0)
-    oracle = stats.ttest_1samp(apart.reshape(4, -1).mean(1), 0).confidence_interval()
-    assert pairs[0].difference[:3] == pytest.approx((apart.mean(), *oracle))
-    (row,) = tables.build_pairs_table(group, pairs).lines
-    assert row[3:] == ["documents", f"undecided ({said})", "-"]
-    whole = group.window_losses
-    for column in (0, -1):  # of one seed alone
-        group.window_losses = whole.copy()
-        group.window_losses.iloc[-1, column] = np.nan
-        (pair,) = compare_group(group, "tanh")
-        assert pair.over == "-" and "[" not in str(pair.difference)
+def test_few_seeds_have_no_interval_and_decide_nothing(tmp_path):
+    runs = make_seeds(tmp_path, {"kern": 1.5, "tanh": 2.0}, 2, noise=0.01)
+    for seeds, said in ((1, "undecided (1 seed)"), (2, "undecided (2 seeds)")):
+        chosen = [run for run in runs if int(run.name[4:]) < seeds]
+        (group,) = load_groups(*chosen)
+        (pair,) = compare_group(group, "tanh", margin=9)
+        losses = np.array([loss_of(run) for run in chosen]).reshape(2, seeds)
+        mean = f"{np.mean(losses[0] - losses[1]):+.4f}"
+        assert (str(pair.difference), pair.verdict, math.isnan(pair.p)) == (mean, said, True)
 
 
 # ---- over a key
@@ -288,7 +273,7 @@ def test_bad_keys(tmp_path, key, given, said):
 RENORM = "softmax-renorm"
 ROUTERS = ("softmax", "kern", RENORM)  # in the order of tables
 SEEDS = (0, 1, 2)
-PAIRS = [("softmax", "kern"), (RENORM, "kern"), (RENORM, "softmax")]  # the baseline is second
+PAIRS = [("softmax", "kern"), (RENORM, "kern")]
 MARGIN = 0.1
 XS = (0.5, 1, 4)  # gate norms
 
@@ -344,7 +329,7 @@ def check_measures(table, runs, keys, step):
 
 
 def test_every_cell_of_a_report_over_a_key(tmp_path):
-    """Of the tables of losses, pairs and measures: t-tests over seeds of means over the key."""
+    """Verdicts, losses and measures: t-tests over seeds, of means over the key and of the best."""
     runs = make_random_runs(tmp_path, XS)
     losses = {}
     for router, x in product(ROUTERS, XS):
@@ -354,25 +339,41 @@ def test_every_cell_of_a_report_over_a_key(tmp_path):
     table = tables.build_loss_table(group)
     assert table.columns == ["model.gate_norm, ± SD over seeds", "seeds", "0.5", "1", "4"]
     for router, line in zip(ROUTERS, table.lines, strict=True):
-        assert line == [router, "3", *(format_mean(losses[router, x]) for x in XS)]
+        assert line == [router, "0, 1, 2", *(format_mean(losses[router, x]) for x in XS)]
     wanted = {}
-    p_values = []
     for a, b in PAIRS:
-        apart = [losses[a, x] - losses[b, x] for x in XS]
-        mean = np.mean(apart, axis=0)
-        p_values.append(stats.ttest_1samp(mean, 0).pvalue)
-        below = stats.ttest_1samp(mean, MARGIN, alternative="less").pvalue
-        above = stats.ttest_1samp(mean, -MARGIN, alternative="greater").pvalue
-        # one is decided both ways, by p-values that no correction of three moves over 0.05
-        verdict = "equivalent" if max(below, above) < 0.05 / 3 else "higher"
-        assert verdict == "equivalent" or p_values[-1] < 0.05 / 3
-        verdict = "lower" if verdict == "higher" and mean.mean() < 0 else verdict
-        cells = [*map(format_interval, apart), format_interval(mean), "3 seeds", verdict]
-        wanted[mean.mean()] = [a, b, *cells]
-    pairs = tables.build_pairs_table(group, compare_group(group, margin=MARGIN)).lines
-    assert [line[:-1] for line in pairs] == [wanted[x] for x in sorted(wanted, key=abs)[::-1]]
-    factors = {p: 3 - rank for rank, p in enumerate(sorted(p_values))}  # ascending after Holm's
-    assert {line[-1] for line in pairs} == {f"{p * factor:.2g}" for p, factor in factors.items()}
+        apart = np.mean([losses[a, x] - losses[b, x] for x in XS], axis=0)
+        p = stats.ttest_1samp(apart, 0).pvalue
+        below = stats.ttest_1samp(apart, MARGIN, alternative="less").pvalue
+        above = stats.ttest_1samp(apart, -MARGIN, alternative="greater").pvalue
+        # one is decided both ways, by p-values that no correction of two moves over 0.05
+        verdict = "equivalent" if max(below, above) < 0.05 / 2 else "higher"
+        assert verdict == "equivalent" or p < 0.05 / 2
+        best = lowest(*([losses[router, x] for x in XS] for router in (a, b)))
+        cells = [format_interval(apart), str(best), verdict, p, best.p]
+        wanted[a] = cells
+    pairs = compare_group(group, margin=MARGIN)
+    best = compare_group(group, at_best=True)
+    rows = tables.list_verdicts(group, {"at best: ": best, "mean: ": pairs})
+    assert [row["variant"] for row in rows] == [*wanted, "kern"]
+    for place in (3, 4):
+        smaller, larger = sorted(cells[place] for cells in wanted.values())
+        holm = {smaller: 2 * smaller, larger: max(larger, 2 * smaller)}
+        for cells in wanted.values():
+            cells[place] = holm[cells[place]]
+    for row in rows:
+        router = row["variant"]
+        place = min(XS, key=lambda x, router=router: losses[router, x].mean())
+        assert row["best model.gate_norm"] == f"{place:g}" and row["seeds"] == "0, 1, 2"
+        assert row["loss, ± SD over seeds"] == format_mean(losses[router, place])
+        if router == "kern":
+            assert "minus" not in row
+            continue
+        mean, at_best, verdict, p, p_best = wanted[router]
+        assert (row["minus"], row["mean: is"]) == ("kern", verdict)
+        assert row["mean: difference, 95%"] == mean and row["at best: difference, 95%"] == at_best
+        assert row["at best: is"] == ("higher" if p_best < 0.05 else "undecided")
+        assert row["mean: Holm's p"] == f"{p:.2g}" and row["at best: Holm's p"] == f"{p_best:.2g}"
     keys = {f"{router}, gate_norm {x:g}": (router, x) for router, x in product(ROUTERS, XS)}
     check_measures(tables.build_measure_table(group), runs, keys, 1000)
 
@@ -403,12 +404,12 @@ def test_at_most_ten_evaluations_are_in_a_table(tmp_path, points, shown):
     wanted = [1100 * i // points for i in range(points, 0, -stride)][::-1]
     assert table.columns[2:] == [f"{step:,}" for step in wanted] and len(wanted) == shown
     assert table.lines[0][2:] == [f"{loss_of(run, step):.4f}" for step in wanted]
-    assert list(table.important)[2] == "1,100"
+    assert list(table.important)[1] == "1,100"
 
 
 def test_a_group_in_words(tmp_path):
     """Its sizes are those of the models; the experts that a token does not use are inactive."""
-    runs = make(tmp_path, "router=dense", "router=kern", documents=3)
+    runs = make(tmp_path, "router=dense", "router=kern")
     sizes = []
     for run, n_idle in zip(runs, (0, 64 - 8), strict=True):
         model = GPT(Run(run).config.model)
@@ -416,8 +417,7 @@ def test_a_group_in_words(tmp_path):
         active = total - 2 * n_idle * 2 * 128 * 8  # 2 layers, both matrices of an expert
         sizes.append(f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active")
     assert tables.describe_group(load_groups(*runs)[0]) == (
-        "mix-bytes: 1,000 steps of 2,048 tokens; 8 validation windows of 3 documents. "
-        f"{' or '.join(sizes)}. Losses in nats per byte."
+        f"mix-bytes: 1,000 steps of 2,048 tokens. {' or '.join(sizes)}. Losses in nats per byte."
     )
 
 

@@ -23,7 +23,7 @@ from report.compare import Difference
 from report.frame import compare_group
 from report.page import Report, Section, describe_verdicts, format_page
 from report.tables import find_measures
-from runtime.runs import Run
+from runtime import FAILURE_FILE
 
 
 def draw_losses(group, baseline="kern"):
@@ -49,7 +49,7 @@ def test_curves_over_steps_are_those_of_the_runs(tmp_path):
     figure = draw_losses(group)
     losses, minus = figure.axes
     assert losses.get_title("left") == "validation loss, nats per byte; range of seeds"
-    assert minus.get_title("left") == "minus kern's, 95% over 3 seeds"
+    assert minus.get_title("left") == "minus kern's, 95% over seeds"
     of_losses, of_minus = [], []
     for step in range(0, 1001, 25):
         kern, tanh = np.array([loss_of(run, step) for run in runs]).reshape(2, 3)
@@ -90,7 +90,7 @@ def test_curves_over_a_key_show_all_points(tmp_path):
 
 
 def test_of_many_routers_the_baseline_and_the_best_have_colours(tmp_path):
-    """Here the baseline is the worst; the others are grey. In print markers and lines differ."""
+    """Here the baseline is the worst; the others are grey. A run that fails changes no colour."""
     ends = {"kern": 2.9, "tanh": 2.1, "sigmoid": 2.2, "softmax": 2.3, "dense": 2.4}
     ends |= {"softmax-renorm": 2.5, "sqrtsoftplus": 2.6, "kern-after": 2.7}
     runs = make_seeds(tmp_path, ends, 1)
@@ -98,9 +98,12 @@ def test_of_many_routers_the_baseline_and_the_best_have_colours(tmp_path):
     styles = plots.choose_styles(group, "kern")
     others = {label for label, style in styles.items() if style["label"] == "others"}
     assert others == {"sqrtsoftplus", "kern-after"}
-    coloured = [style for label, style in styles.items() if label not in others]
-    for property_name in ("color", "marker", "linestyle"):
-        assert len({style[property_name] for style in coloured}) == 6
+    coloured = {label: style for label, style in styles.items() if label not in others}
+    for property_name in ("color", "marker"):
+        assert len({style[property_name] for style in coloured.values()}) == 6
+    (runs[3] / FAILURE_FILE).write_text("out of memory")  # softmax, the second
+    after = plots.choose_styles(load_groups(*runs)[0], "kern")
+    assert all(after[label] == style for label, style in coloured.items() if label != "softmax")
     figure = draw_losses(group)
     lines = figure.axes[0].get_lines()
     finals = sorted(line.get_ydata()[-1] for line in lines if line.get_label() == "others")
@@ -116,7 +119,8 @@ def test_loads_are_those_of_the_runs(tmp_path):
     runs = make_seeds(tmp_path, {"softmax": 2, "kern": 2}, 1)
     (group,) = load_groups(*runs)
     axes = plots.draw_loads(group).axes[0]
-    loads = np.concatenate([Run(run).evaluations[1000]["val/loads"] for run in runs])
+    files = [np.load(run / "arrays/val_00001000.npz") for run in runs]
+    loads = np.concatenate([file["val/loads"][0] for file in files])
     shares = np.flip(np.sort(loads / loads.mean(axis=1, keepdims=True), axis=1), axis=1)
     assert np.asarray(axes.images[0].get_array()) == pytest.approx(shares)
     marks = axes.get_lines()[0].get_xydata()
@@ -159,13 +163,16 @@ def test_the_page_and_the_terminal_have_what_the_files_have(tmp_path, call):
     low, high = stats.ttest_1samp(apart, 0).confidence_interval()
     mean = f"{np.mean(losses[:3]):.4f} ± {np.std(losses[:3], ddof=1):.4f}"
     difference = f"{apart.mean():+.4f} [{low:+.4f}, {high:+.4f}]"
+    ends = f"{np.mean(losses[3:]):.4f} ± {np.std(losses[3:], ddof=1):.4f} 0, 1, 2 kern {mean}"
+    row = rf"tanh kern higher {re.escape(difference)} \S+ {re.escape(ends)}"
     for text in (page, re.sub(r"\s+", " ", printed)):
-        assert mean in text and difference in text and "± SD over seeds" in text
+        assert re.search(row, text) and "± SD over seeds" in text
         assert f"{young} is not compared: stopped at step 300 of 1,000" in text
-        for run, loss in zip(runs, losses, strict=True):
-            assert re.search(rf"{run} \S+, seed \d finished .*?{loss:.4f}", text)
-    places = [page.index(text) for text in ("Against kern: tanh higher; 0 undecided.", difference,
-                                            mean, str(runs[0]), "How to read")]  # fmt: skip
+    for run, loss in zip(runs, losses, strict=True):
+        assert re.search(rf"{run} \S+, seed \d finished .*?{loss:.4f}", page)
+    assert "7 runs: 1 stopped, 6 finished (python -m scripts.watch shows each)" in printed
+    shown = "Against kern: tanh higher; 0 undecided.", difference, "loss at step", str(runs[0])
+    places = [page.index(text) for text in (*shown, "How to read")]
     assert places == sorted(places)
     assert len(images) == 3 and "tanh higher" in images[0]
     source = (out / "report.html").read_text()
@@ -180,7 +187,7 @@ def test_the_page_and_the_terminal_have_what_the_files_have(tmp_path, call):
 def test_names_cannot_break_the_page():
     table = Table("Losses", [{"a|b": "<i>", "c": "1 ± 2", "empty": ""}])
     picture = plots.Picture(Figure(), "<u>")
-    section = Section("<b> & co", "c <script>", [picture], [table])
+    section = Section("<b> & co", "c <script>", [picture], [table], [{"<": "<script>"}])
     args = report.build_report_parser().parse_args(["runs", "--follow", "--every=7"])
     page = format_page(Report([], [], ["1 < 2"]), [section], args, ["report", "<script>"]).decode()
     assert "<script" not in page and "<u>" not in page and "<i>" not in page
@@ -197,8 +204,9 @@ def test_verdicts_in_words(tmp_path):
         runs += make_seeds(tmp_path / str(norm), ends, 3, [f"model.gate_norm={norm}"])
     (group,) = load_groups(*runs)
     for baseline in ("kern", "kern, gate_norm 2", "tanh, gate_norm 1"):
-        said = describe_verdicts(compare_group(group, baseline), group, baseline)
-        assert said == f"Against {baseline}: tanh, gate_norm 2 higher; 2 undecided."
+        pairs = compare_group(group, baseline)
+        said = describe_verdicts(pairs, group, "Against it")
+        assert said == "Against it: tanh, gate_norm 2 higher; 2 undecided."
 
 
 BARE = ["val/window", "val/load", "val/gate", "val/dead", "router/", "perf/"]
@@ -216,7 +224,7 @@ def test_runs_with_little_in_them(tmp_path, call, shape):
         assert len(images) == 1 and "These runs are not compared yet." in page
         return
     difference = loss_of(runs[0]) - loss_of(runs[1])
-    assert re.search(rf"softmax kern \{difference:+.4f} .*undecided \(1 seed\)", page)
+    assert re.search(rf"softmax kern undecided \(1 seed\) \{difference:+.4f} - ", page)
     (group,) = load_groups(*runs)
     assert list(find_measures(group))[:1] == ["train/loss"]
     assert len(images) == (2 if "without" in shape else 3)
