@@ -233,6 +233,16 @@ def test_typos_and_missing_data_are_reported_before_torch_is_imported(tiny_file,
         assert (done.returncode, done.stdout) == (code, "") and said in done.stderr, word
 
 
+def test_ranks_compare_their_plans_before_anything_is_made(tiny, monkeypatch):
+    def refuse(plan, ranks):
+        raise RunError(plan)
+
+    monkeypatch.setattr(distributed, "check_agreement", refuse)
+    with pytest.raises(RunError, match="train.parallel = ddp, tiny at step 0"):
+        train.train(config := tiny())
+    assert not path_of(config).exists()
+
+
 # ---- what a run does at its end, whatever the reason
 def test_everything_is_closed_after_an_error(tiny, monkeypatch, before_steps):
     codes = []
