@@ -1,5 +1,6 @@
-"""data.document_mask: every document of a window against itself alone, and runs, resume and
-commands with masks.
+"""data.document_mask: a cache against each document alone, and commands with masks.
+
+test_combinations.py has masks in training.
 """
 
 import json
@@ -63,36 +64,6 @@ def test_a_model_that_ranks_gather_keeps_documents_apart():
     model = build().float()
     idx, _ = make_windows()
     assert all_logits(gather_model(model), idx).equal(all_logits(model, idx))
-
-
-def gradients(model, logits, weights):
-    parameters = list(model.parameters())
-    return torch.autograd.grad(
-        (logits * weights).sum(), parameters, allow_unused=True, materialize_grads=True
-    )
-
-
-@pytest.mark.numerics
-@blocks
-@routers
-def test_documents_of_a_window_equal_each_alone(pos, router, n_kv_head):
-    """Logits, and gradients of a weighted sum of them. Alone, the model knows of no masks."""
-    masked = build(pos=pos, router=router, n_kv_head=n_kv_head)
-    plain = build(None, pos=pos, router=router, n_kv_head=n_kv_head)
-    idx, documents = make_windows()
-    weights = torch.randn(*idx.shape, V, generator=seeded(1), dtype=torch.float64)
-    logits = all_logits(masked, idx)
-    found = gradients(masked, logits, weights)
-    wanted = [torch.zeros_like(gradient) for gradient in found]
-    for row, first, stop in documents:
-        alone = all_logits(plain, idx[row : row + 1, first:stop])
-        assert_near(logits[row, first:stop], alone[0], LIMIT[router], f"row {row} from {first}")
-        torch._foreach_add_(wanted, gradients(plain, alone, weights[row : row + 1, first:stop]))
-    for (name, _), one, other in zip(masked.named_parameters(), found, wanted, strict=True):
-        assert_near(one, other, 4 * LIMIT[router], name)
-    crossing = all_logits(plain, idx)
-    assert (crossing[2] - logits[2]).abs().max() < 1e-4  # one document: the mask changes nothing
-    assert (crossing[0, 3:] - logits[0, 3:]).abs().amax(-1).min() > 1e-3
 
 
 @pytest.mark.numerics
