@@ -46,7 +46,6 @@ class Measure(NamedTuple):
     of_mean: Callable[[Tensor], Tensor] | None = None  # computed from that mean
     of_loads: Callable[[Tensor], Tensor] | None = None  # computed from loads (L, E) instead
     over_layers: Callable[[Tensor], Tensor] = torch.mean
-    by_layer: bool = True  # each layer is logged, too, as NAME_of_layers
     in_validation: bool = True
 
 
@@ -57,19 +56,18 @@ MEASURES = {
         "busiest expert's load, 1 = even",
         ".2f",
         of_loads=lambda loads: loads.amax(1) / loads.double().mean(1),
-        by_layer=False,
     ),
     "dead_experts": Measure(
         "experts without a token, all layers",
         ".1f",
         of_loads=lambda loads: (loads == 0).sum(1),
         over_layers=torch.sum,
-        by_layer=False,
     ),
+    "balance_loss": Measure("balance loss, 1 = even", ".3f"),  # of `measure_loss`
     "entropy": Measure(
         "entropy of routing scores, nats", ".3f", field="entropy", in_validation=False
     ),
-    "zero_gates": Measure("gates that are 0", ".1%", field="zero_gates", by_layer=False),
+    "zero_gates": Measure("gates that are 0", ".1%", field="zero_gates"),
     "gate_norm": Measure("gate norm", ".3f", field="gate_square", of_mean=torch.sqrt),
     "gate_sum": Measure("sum of a token's gates", ".3f", field="gate_sum"),
     # of `TrainState.describe_routers`
@@ -101,8 +99,7 @@ def summarize_routing(prefix: str, loads: Tensor, fields: dict[str, Tensor]) -> 
         if measure.of_mean:
             layers = measure.of_mean(layers)
         values[name] = measure.over_layers(layers)
-        if measure.by_layer:
-            values[f"{name}_of_layers"] = layers
+        values[f"{name}_of_layers"] = layers
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 

@@ -238,14 +238,16 @@ def read_validation(trained: Trained, args: argparse.Namespace) -> tuple[np.ndar
     if args.data:
         folders = [find_set(trained, args.data) or Path(args.data)]
         weights = [1.0]
+        name = str(folders[0])
     else:
         folders = data.folders
         weights = list(data.sets.values())
+        name = data.label
     block_size = trained.config.model.block_size
     sets = [open_set(trained, folder, "val") for folder in folders]
     chosen = choose_validation(sets, block_size, args.windows, weights)
     inputs, targets = windows(chosen.tokens, chosen.windows, block_size)
-    return np.concatenate([inputs, targets[:, -1:]], 1), args.data or data.label
+    return np.concatenate([inputs, targets[:, -1:]], 1), name
 
 
 def print_measures(trained: Trained, args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@
                                                                    loss minus that router's
     python -m scripts.report runs/norm-* --over model.gate_norm    a curve per router over that key
     python -m scripts.report runs --follow                         while they train, until Ctrl-C
+    python -m scripts.report runs/small-* --wandb online           sent to Weights & Biases, too
 
 Writes report.html, a page with its pictures in it, and prints its tables. With --follow the page is
 written again and again and reloads itself: open the file, or on a remote machine serve its folder
@@ -51,6 +52,12 @@ def write_report(args: Namespace, origin: Sequence[str]) -> str:
     out = args.out or name_folder(find_runs(args.runs))
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "report.html", format_page(report, sections, args, origin))
+    if args.wandb:
+        from report.overview import build_overview
+        from runtime.tracker import send_report
+
+        table = build_overview(report.runs)
+        send_report(out / "report.html", args.wandb, report.runs, (table.columns, table.lines))
     verdicts = build_verdicts(sections)
     lines = [f"{verdicts.to_text(left=2)}\n"] if verdicts.rows else []
     for section in sections:
@@ -102,7 +109,10 @@ def build_report_parser() -> ArgumentParser:
     parser.add_argument(
         "--margin", type=parse_number, default=0.0, help="nats: pairs within it are equivalent"
     )
-    parser.add_argument("--follow", action="store_true", help="write it again until Ctrl-C")
+    once = parser.add_mutually_exclusive_group()
+    once.add_argument("--follow", action="store_true", help="write it again until Ctrl-C")
+    where = ("online", "offline")
+    once.add_argument("--wandb", choices=where, help="send the page and a table of the runs")
     parser.add_argument(
         "--every", type=parse_number, default=30, help="seconds, with --follow (%(default)s)"
     )

@@ -6,42 +6,65 @@ run that has started.
 
 import math
 import os
+import statistics
+from collections import deque
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from balance import MEASURES
-from common.text import first_line
+from common.text import Table, first_line, plural
 from configure import Config
 from runtime.metrics import Line
+from runtime.runs import Run
 
 # To start a run, and to finish one: wandb's own default waits for a network for ever. Not measured.
 WANDB_SECONDS = 30
+# A spike is a loss this many standard deviations above the mean of so many lines before it. With
+# normal noise that is one line of a million; not measured.
+SPIKE = 5.0
+SPIKE_LINES = 20
+PIXELS = 12  # of a heat map's cell, each way
 
 
 class WandbTracker:
-    """Sends lines to a wandb run."""
+    """Sends lines to a wandb run, with pictures of loads and alerts."""
 
     name = "wandb"
 
-    def __init__(self, run: Any, wandb: Any, folder: Path) -> None:
-        """Wrap a run.
+    def __init__(self, run: Any, wandb: Any, config: Config, folder: Path) -> None:
+        """Wrap a run, and send its config.toml.
 
         Args:
             run: the result of wandb.init.
             wandb: the module.
-            folder: the run's folder.
+            config: of the run.
+            folder: of the run.
         """
         self.remedy = f"; `wandb sync {folder}/wandb/*run-*` sends what wandb has got of them"
         self.run = run
         self.id = run.id
         self.wandb = wandb
+        self.config = config
         self.best = math.inf
+        self.newest: Line = {"step": 0}  # the last value of each name
+        self.losses: deque[float] = deque(maxlen=SPIKE_LINES)  # of training
+        self.draws = find_spec("PIL") is not None
+        if not self.draws and config.model.router != "dense":
+            print(
+                "wandb: no heat maps of loads: pillow not installed: pip install -r "
+                "requirements/report.txt"
+            )
+        run.log_artifact(folder / "config.toml", f"config-{run.id}", "config")
 
     def recall(self, lines: Sequence[Line]) -> None:
         """Update the summary with the least val loss of the run so far, and the last in `lines`."""
+        for line in lines:
+            self.newest |= line
+            if math.isfinite(line.get("train/loss", math.nan)):
+                self.losses.append(line["train/loss"])
         losses = [line["val/loss"] for line in lines if "val/loss" in line]
         if not losses:
             return
@@ -49,12 +72,60 @@ class WandbTracker:
         self.run.summary.update({"val/loss_best": self.best, "val/loss_final": losses[-1]})
 
     def log(self, line: Line) -> None:
-        self.run.log(flatten_line(line), step=line["step"])
+        """Send a line; its loads as a heat map."""
+        values = flatten_line(line)
+        if self.draws and "val/loads" in line:
+            pixels = draw_loads(np.array(line["val/loads"]))
+            caption = "rows are layers, columns experts; black 0, white twice the mean load"
+            values["val/loads"] = self.wandb.Image(pixels, caption=caption)
+        self.run.log(values, step=line["step"])
+        for title, text in find_alerts(line, self.newest, self.losses).items():
+            self.run.alert(title, text)
         self.recall([line])
 
     def finish(self, exit_code: int = 0) -> None:
-        """Wait, for WANDB_SECONDS at most, until all is sent; `exit_code` 0 means success."""
+        """Send an alert, and wait, for WANDB_SECONDS at most, until all is sent.
+
+        Args:
+            exit_code: 0 means success.
+        """
+        loss = self.newest.get("val/loss", math.nan)
+        text = f"at step {self.newest['step']:,} of {self.config.train.max_steps:,}, "
+        text += f"val loss {loss:.4f}"
+        self.run.alert("run failed" if exit_code else "run ended", text)
         self.run.finish(exit_code)
+
+
+def find_alerts(line: Line, newest: Line, losses: Sequence[float]) -> dict[str, str]:
+    """Alerts of a line, {title: text}: a spike of the loss, more dead experts than before.
+
+    Args:
+        line: of a training step, or of an evaluation.
+        newest: the last value of each name before it.
+        losses: of training, before it, at most SPIKE_LINES.
+    """
+    alerts = {}
+    step = line["step"]
+    if "train/loss" in line and len(losses) == SPIKE_LINES:
+        loss = line["train/loss"]
+        mean = statistics.fmean(losses)
+        if loss > mean + SPIKE * statistics.stdev(losses):
+            alerts["loss spike"] = (
+                f"step {step:,}: train loss {loss:.4f}, in {SPIKE_LINES} lines before {mean:.4f}"
+            )
+    dead = line.get("val/dead_experts", 0)
+    if step and dead > newest.get("val/dead_experts", 0):
+        alerts["dead experts"] = (
+            f"step {step:,}: {plural(dead, 'expert')} of all layers without a token of validation"
+        )
+    return alerts
+
+
+def draw_loads(loads: np.ndarray) -> np.ndarray:
+    """Loads (L, E) as a grey picture, uint8; white is twice the mean of a layer or more."""
+    relative = loads / loads.mean(1, keepdims=True)
+    grey = (255 * np.minimum(relative / 2, 1)).astype(np.uint8)
+    return np.kron(grey, np.ones((PIXELS, PIXELS), np.uint8))
 
 
 def start_wandb(
@@ -62,11 +133,9 @@ def start_wandb(
 ) -> WandbTracker | None:
     """Start or resume a wandb run; None if it is "disabled" or fails, with a printed line.
 
-    Without an API key or a network "online" becomes "offline". Under a wandb agent, project and id
-    are the agent's.
+    Under a wandb agent, project and id are the agent's.
     """
-    mode = config.log.wandb
-    if mode == "disabled":
+    if config.log.wandb == "disabled":
         return None
     options: dict[str, Any] = {
         "name": config.run.name,
@@ -80,33 +149,9 @@ def start_wandb(
     if not os.environ.get("WANDB_SWEEP_ID"):
         options |= {"project": config.log.project, "id": id, "resume": "allow"}
     try:
-        import wandb
-
-        options["settings"] = wandb.Settings(
-            init_timeout=WANDB_SECONDS,
-            finish_timeout=WANDB_SECONDS,
-            finish_timeout_raises=True,
-            silent=True,
-        )
-        if mode == "online" and not wandb.login(prompt=False, verify=False):
-            print(
-                "wandb: no API key (`wandb login`, or WANDB_API_KEY): logging offline; `wandb "
-                "sync` sends it later"
-            )
-            mode = "offline"
-        try:
-            run = wandb.init(mode=mode, **options)
-        except Exception as error:
-            if mode == "offline":
-                raise
-            print(
-                f"wandb: no run online ({first_line(error)}): logging offline; `wandb sync` sends "
-                "it later"
-            )
-            wandb.teardown()  # otherwise it refuses the id as in use
-            run = wandb.init(mode="offline", **options)
+        run, wandb = init_wandb(config.log.wandb, options)
         run.define_metric("*", step_metric="tokens")
-        return WandbTracker(run, wandb, folder)
+        return WandbTracker(run, wandb, config, folder)
     except Exception as error:
         print(
             f"wandb: no run ({first_line(error)}): continuing without it; metrics.jsonl has every "
@@ -115,25 +160,74 @@ def start_wandb(
         return None
 
 
-def flatten_line(line: Line) -> Line:
-    """The numbers of a line; lists by layer become `router/gamma/layer_00` and so on.
+def init_wandb(mode: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The result of wandb.init, and the module.
 
-    `router/loads` becomes the load imbalance and the dead
-    experts of each layer. Other lists are left out.
+    Without an API key or a network "online" becomes "offline", with a printed line. Raises what
+    wandb raises.
+    """
+    import wandb
+
+    options["settings"] = wandb.Settings(
+        init_timeout=WANDB_SECONDS,
+        finish_timeout=WANDB_SECONDS,
+        finish_timeout_raises=True,
+        silent=True,
+    )
+    if mode == "online" and not wandb.login(prompt=False, verify=False):
+        print(
+            "wandb: no API key (`wandb login`, or WANDB_API_KEY): logging offline; `wandb "
+            "sync` sends it later"
+        )
+        mode = "offline"
+    options["mode"] = mode
+    try:
+        return wandb.init(**options), wandb
+    except Exception as error:
+        if mode == "offline":
+            raise
+        print(
+            f"wandb: no run online ({first_line(error)}): logging offline; `wandb sync` sends "
+            "it later"
+        )
+        wandb.teardown()  # otherwise it refuses the id as in use
+        options["mode"] = "offline"
+        return wandb.init(**options), wandb
+
+
+def send_report(page: Path, mode: str, runs: Sequence[Run], table: Table) -> None:
+    """Send a report as a run of its runs' group: the page, and the table of their losses.
+
+    Prints a line if wandb fails.
+
+    Args:
+        page: report.html; it is an artifact, too.
+        mode: online or offline.
+        runs: of the report; the first names project and group.
+        table: head and rows.
+    """
+    log = runs[0].config.log
+    options = {"name": page.parent.name, "project": log.project, "group": log.group}
+    try:
+        run, wandb = init_wandb(mode, options | {"job_type": "report", "dir": str(page.parent)})
+        head, rows = table
+        run.log({"runs": wandb.Table(head, rows), "report": wandb.Html(page, inject=False)})
+        run.log_artifact(page, f"report-{run.id}", "report")
+        run.finish()
+    except Exception as error:
+        print(f"wandb: report not sent ({first_line(error)}): send it again, or open {page}")
+
+
+def flatten_line(line: Line) -> Line:
+    """The numbers of a line; NAME_of_layers becomes NAME_of_layers/00, /01 and so on.
+
+    Other lists are left out.
     """
     numbers = {}
-    by_layer = {}
     for name, value in line.items():
-        if not isinstance(value, list):
+        if name.endswith("_of_layers"):
+            for layer, number in enumerate(value):
+                numbers[f"{name}/{layer:02}"] = number
+        elif not isinstance(value, list):
             numbers[name] = value
-        elif name.endswith("_of_layers"):
-            by_layer[name.removesuffix("_of_layers")] = value
-    if "router/loads" in line:
-        loads = torch.tensor(line["router/loads"], dtype=torch.float64)
-        for name, measure in MEASURES.items():
-            if measure.of_loads:
-                by_layer[f"router/{name}"] = measure.of_loads(loads).tolist()
-    for name, values in by_layer.items():
-        for layer, value in enumerate(values):
-            numbers[f"{name}/layer_{layer:02}"] = value
     return numbers

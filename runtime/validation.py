@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from balance import MEASURES, summarize_routing
+from balance import MEASURES, balance_loss, summarize_routing
 from configure import Config
 from data.loader import Validation, prefetch, windows
 from model import Output
@@ -74,13 +74,14 @@ def measure_loss(
         for part in parts
     )
     fields = [m.field for m in MEASURES.values() if m.field and m.in_validation]
-    loads, layers = [], []
+    experts, layers = [], []
 
     def observe(out: Output) -> None:
-        count = len(parts[len(loads)])
-        batch_loads = out.stats.loads.sum(1)  # (L, E)
+        count = len(parts[len(layers)])
+        # (2, L, E), both summed over the windows; 0 if none of them counts
+        of_experts = torch.stack([out.stats.loads.double(), out.stats.probability.double()])
+        experts.append(of_experts.sum(2) * (count > 0))
         batch_layers = torch.stack([getattr(out.stats, name) for name in fields])  # (F, L)
-        loads.append(batch_loads if count else torch.zeros_like(batch_loads))
         layers.append(batch_layers.double() * count)
 
     def is_stopped() -> bool:
@@ -95,13 +96,15 @@ def measure_loss(
     losses = torch.zeros(len(indices), dtype=torch.float64, device=ranks.device)
     losses[ranks.rank :: ranks.world_size] = own_losses[: len(own_indices)].double()
     distributed.sum_over_ranks(losses)
-    total_loads = distributed.sum_over_ranks(torch.stack(loads).sum(0))
+    loads, probability = distributed.sum_over_ranks(torch.stack(experts).sum(0))  # (L, E)
     means = distributed.sum_over_ranks(torch.stack(layers).sum(0)) / len(indices)  # (F, L)
 
     values: dict[str, Any] = {"val/loss": losses.mean(), "val/window_losses": losses}
     if config.data.mix:
         values |= average_mixture(losses, validation, list(config.data.sets))
-    return values | summarize_routing("val", total_loads, dict(zip(fields, means, strict=True)))
+    measured = dict(zip(fields, means, strict=True))
+    measured["balance_loss"] = balance_loss(probability / len(indices), loads)
+    return values | summarize_routing("val", loads.long(), measured)
 
 
 def read_windows(

@@ -181,11 +181,12 @@ def test_sample_prints_characters_at_once(trained, capsys, monkeypatch):
     *text, speed = sample_tokens([*"é€x".encode(), 0x1B, 0xC3], "--prompt", "à")
     assert text == ["à", "", "é", "", "", "€", "x", "\x1b", "", "\ufffd"]
     assert speed.startswith("8 tokens, ")
+    assert "".join(sample_tokens("é".encode(), "--prompt", "a\ufffd")[:-1]) == "a\ufffdé"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     words = ["--ignore-end", "--tokens", "7", "--seed", "9", "--top-k", "5"]
     assert "".join(sample_tokens([97, 0x1B, 10], *words)[:-1]) == "a\\x1b\n"
     assert asked[0] == ([256, *"à".encode()], 400, (0.8, 0, 1.0), 0, 257, 256)
-    assert asked[1] == ([256], 7, (0.8, 5, 1.0), 9, 257, None)
+    assert asked[2] == ([256], 7, (0.8, 5, 1.0), 9, 257, None)
 
 
 SAMPLE_ERRORS = {

@@ -172,6 +172,10 @@ def test_command_compares_two_checkpoints(made, call):
     assert "agreement with kern, step_00000004\n" in printed
     assert printed.endswith(f"192 tokens; {file}\n")
     layers, agreement = read_tables(printed)
+    shares = {"same_number": 0.1, "same_number_by_chance": 0.2, "matched": 0.3}
+    shares |= {"matched_by_chance": 0.4, "layer": 7}
+    row = routing.tabulate([shares], routing.COLUMNS_OF_AGREEMENT).splitlines()[-1]
+    assert row.split() == ["7", "10%", "(20%)", "30%", "(40%)"]
     cells = {
         "busiest": "load_imbalance",
         "idle": "dead_experts",
@@ -241,7 +245,8 @@ def test_errors(made, words, call, monkeypatch):
 def trace(made):
     """Softmax's trace of six windows, read from its file."""
     file = made / "a.npz"
-    assert routing.main([str(made / "softmax"), "--trace", str(file), "--windows", "6"]) == 0
+    words = ["--trace", str(file), "--windows", "6", "--data", "tiny"]
+    assert routing.main([str(made / "softmax"), *words]) == 0
     return np.load(file)
 
 

@@ -2,41 +2,84 @@
 
 import json
 import math
+import re
 import shutil
+import struct
 import sys
 import tomllib
+from base64 import b64encode
+from hashlib import md5
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
-import torch
 import yaml  # a dependency of wandb
+from PIL import Image
 from runs import REPO_ROOT, checkpoints
 
+import report.__main__ as report
 import train
-from balance import summarize_routing
 from runtime import folder
 from runtime.metrics import ARRAYS, read_metrics
 from runtime.runs import Run
-from runtime.tracker import flatten_line, start_wandb
+from runtime.tracker import PIXELS, draw_loads, find_alerts, flatten_line, send_report, start_wandb
 
 
 # ---- lines and summary
-def test_lists_by_layer_become_numbers():
+def test_names_are_those_of_metrics():
     numbers = {"step": 3, "tokens": 96, "router/entropy": 0.5}
-    lists = {
-        "router/entropy_of_layers": [0.25, 0.75],
-        "router/loads": [[4.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 2.0]],
-        "val/loads": [[1, 2]],
-        "val/window_losses": [1.0],
-    }
-    wanted = {"entropy": (0.25, 0.75), "load_imbalance": (4.0, 2.0), "dead_experts": (3, 1)}
-    layers = {}
-    for name, values in wanted.items():
-        for i, value in enumerate(values):
-            layers[f"router/{name}/layer_0{i}"] = value
+    lists = {"router/entropy_of_layers": [0.25, 0.75], "val/loads": [[1, 2]]}
+    layers = {"router/entropy_of_layers/00": 0.25, "router/entropy_of_layers/01": 0.75}
     assert flatten_line(numbers | lists) == numbers | layers
-    summary = summarize_routing("router", torch.tensor(lists["router/loads"]), {})
-    assert (summary["router/load_imbalance"], summary["router/dead_experts"]) == (3, 4)
+
+
+LOSSES = [1.0, 3.0] * 10  # mean 2, standard deviation 1.026
+ALERTS = [
+    ({"train/loss": 7.2}, {}, LOSSES, ["loss spike"]),
+    ({"train/loss": 7.1}, {}, LOSSES, []),
+    ({"train/loss": 7.2}, {}, LOSSES[:19], []),  # too few to know
+    ({"train/loss": math.nan}, {}, LOSSES, []),
+    ({"val/dead_experts": 1}, {}, [], ["dead experts"]),
+    ({"val/dead_experts": 4}, {"val/dead_experts": 3}, [], ["dead experts"]),
+    ({"val/dead_experts": 3}, {"val/dead_experts": 3}, [], []),
+    ({"val/dead_experts": 9, "step": 0}, {}, [], []),
+]
+
+
+@pytest.mark.parametrize("line, newest, losses, titles", ALERTS)
+def test_alerts(line, newest, losses, titles):
+    assert [*find_alerts({"step": 7} | line, newest, losses)] == titles
+
+
+def test_alerts_remember_earlier_lines(fake_wandb, tiny, tmp_path):
+    """Also those before a resume; loss spikes that are not finite raise no later mean."""
+    tracker = start_wandb(tiny("log.wandb=offline", "train.max_steps=30"), tmp_path)
+    run = fake_wandb.init.return_value
+    early = [{"step": step, "train/loss": loss} for step, loss in enumerate(LOSSES)]
+    tracker.recall([*early, {"step": 20, "train/loss": math.inf, "val/dead_experts": 5}])
+    tracker.log({"step": 21, "tokens": 1, "val/dead_experts": 5, "val/loss": 2.5})
+    assert not run.alert.called
+    tracker.log({"step": 22, "tokens": 1, "train/loss": 9.0})
+    tracker.finish(1)
+    run.finish.assert_called_once_with(1)
+    spike, end = [call.args for call in run.alert.call_args_list]
+    assert spike == ("loss spike", "step 22: train loss 9.0000, in 20 lines before 2.0000")
+    assert end == ("run failed", "at step 22 of 30, val loss 2.5000")
+
+
+def test_a_report_that_wandb_refuses_costs_one_line(fake_wandb, tiny, tmp_path, capsys):
+    fake_wandb.init.side_effect = Exception("broken\nin more words")
+    send_report(tmp_path / "report.html", "offline", [SimpleNamespace(config=tiny())], ([], []))
+    said = f"wandb: report not sent (broken): send it again, or open {tmp_path}/report.html\n"
+    assert capsys.readouterr().out == said
+
+
+def test_loads_are_grey_rows():
+    picture = draw_loads(np.array([[0, 1, 2, 1], [0, 0, 0, 8]]))
+    cells = picture.reshape(2, PIXELS, 4, PIXELS)
+    assert (cells == cells[:, :1, :, :1]).all()
+    assert cells[:, 0, :, 0].tolist() == [[0, 127, 255, 127], [0, 0, 0, 255]]
 
 
 # ---- a client that fails
@@ -133,24 +176,113 @@ def test_a_resumed_run_sends_its_lines_and_the_best_of_all(fake_wandb, tiny):
     run = fake_wandb.init.return_value
     run.define_metric.assert_called_with("*", step_metric="tokens")
     sent = [(call.kwargs["step"], call.args[0]) for call in run.log.call_args_list]
-    assert sent == [(line["step"], flatten_line(line)) for line in [*began, *resumed]]
-    assert any("router/load_imbalance/layer_01" in values for _, values in sent)
+    wanted = []
+    for line in [*began, *resumed]:
+        picture = {"val/loads": fake_wandb.Image.return_value} if "val/loads" in line else {}
+        wanted.append((line["step"], flatten_line(line) | picture))
+    assert sent == wanted
     assert run.summary == {"val/loss_best": 0.125, "val/loss_final": resumed[-1]["val/loss"]}
     tracker = start_wandb(config, path)
     tracker.recall([{"val/loss": loss} for loss in (math.nan, 0.0625, math.nan)])
     assert run.summary["val/loss_best"] == 0.0625
 
 
+def read_records(file):
+    """The records of a .wandb file: LevelDB's log, blocks of 32 KiB, behind a header of 7 bytes."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # as the process does at its end; until then the file lacks the last records
+    content = file.read_bytes()
+    records = []
+    whole = b""
+    at = 7
+    while at < len(content):
+        block = 32768 - at % 32768
+        if block < 7:  # no room for the header of a piece
+            at += block
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        whole += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last piece
+            records.append(Record.FromString(whole))
+            whole = b""
+    return records
+
+
+def read_history(records):
+    """{name: value} of each line that was sent; of a picture or table {key: value}."""
+    lines = []
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            line = {}
+            for item in record.history.item:
+                value = json.loads(item.value_json)
+                if len(item.nested_key) > 1:
+                    line.setdefault(item.nested_key[0], {})[item.nested_key[1]] = value
+                else:
+                    line[item.key or item.nested_key[0]] = value
+            lines.append(line)
+    return lines
+
+
+def artifacts_of(records):
+    """{type: {file: its digest}}."""
+    artifacts = {}
+    for record in records:
+        if record.WhichOneof("record_type") == "artifact":
+            entries = record.artifact.manifest.contents
+            artifacts[record.artifact.type] = {entry.path: entry.digest for entry in entries}
+    return artifacts
+
+
+def digest(path):
+    return b64encode(md5(path.read_bytes()).digest()).decode()
+
+
 @pytest.mark.integration
-def test_the_real_client_resumes_a_run(tiny, monkeypatch, capsys):
+def test_the_real_client_resumes_a_run(tiny, tmp_path, monkeypatch, capsys):
+    """Its files have names and loads of metrics, and config.toml; the report's its page."""
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
     for max_steps in (2, 4):
         config = tiny("log.wandb=offline", f"train.max_steps={max_steps}", "optim.warmup_steps=0")
         train.train(config)
     assert "wandb: " not in capsys.readouterr().out
     path = checkpoints(config).parent
-    files = [*path.glob("wandb/offline-run-*/run-*.wandb")]
+    files = sorted(path.glob("wandb/offline-run-*/run-*.wandb"))
     assert [file.stem for file in files] == [f"run-{Run(path).metadata['wandb']}"] * 2
+    last = read_records(files[1])
+    lines = {}  # of each step
+    for line in read_metrics(path / "metrics.jsonl", ARRAYS):
+        if line["step"] > 2:
+            lines[line["step"]] = lines.get(line["step"], {}) | line
+    for line, values in zip(lines.values(), read_history(last), strict=True):
+        for name, value in flatten_line(line).items():
+            assert values[name] == value
+        names = {re.sub("_of_layers/.*", "_of_layers", name) for name in values}
+        assert names - {"_step", "_runtime", "_timestamp"} <= line.keys()
+        if "val/loads" in line:
+            picture = Image.open(files[1].parent / "files" / values["val/loads"]["path"])
+            assert (np.array(picture) == draw_loads(np.array(line["val/loads"]))).all()
+    assert artifacts_of(last) == {"config": {"config.toml": digest(path / "config.toml")}}
+    alerts = [record.alert.title for record in last if record.HasField("alert")]
+    assert alerts[-1] == "run ended"
+
+    out = tmp_path / "report"
+    assert report.main([str(path), "--out", str(out), "--wandb", "offline"]) == 0
+    (file,) = out.glob("wandb/offline-run-*/run-*.wandb")
+    records = read_records(file)
+    (run,) = [record.run for record in records if record.HasField("run")]
+    assert (run.run_group, run.job_type, run.display_name) == ("tiny", "report", "report")
+    assert artifacts_of(records)["report"] == {"report.html": digest(out / "report.html")}
+    (line,) = read_history(records)
+    table = json.loads((file.parent / "files" / line["runs"]["path"]).read_text())
+    row = dict(zip(table["columns"], table["data"][0], strict=True))
+    assert row["val loss"] == f"{lines[4]['val/loss']:.4f}" and row["run"] == str(path)
+    page = file.parent / "files" / line["report"]["path"]
+    assert page.read_text() == (out / "report.html").read_text()
 
 
 def test_the_sweep_of_wandbs_agents_is_that_of_small_toml():

@@ -127,12 +127,15 @@ def test_a_tenth_waits_for_the_save_before(tiny, tmp_path, monkeypatch):
 # ---- what a run leaves behind
 EVALUATED = """
 step tokens val/loss val/window_losses val/window_documents
-val/loads val/load_imbalance val/dead_experts val/zero_gates
-val/gate_norm val/gate_norm_of_layers val/gate_sum val/gate_sum_of_layers
+val/loads val/load_imbalance val/dead_experts val/balance_loss val/zero_gates val/gate_norm
+val/load_imbalance_of_layers val/dead_experts_of_layers val/balance_loss_of_layers
+val/zero_gates_of_layers val/gate_norm_of_layers val/gate_sum val/gate_sum_of_layers
 """
 LOGGED = """
-step tokens train/loss train/aux_loss optim/lr optim/grad_norm optim/loss_scale optim/skipped_steps
+step tokens train/loss train/aux_loss train/balance_loss
+optim/lr optim/grad_norm optim/loss_scale optim/skipped_steps
 router/loads router/load_imbalance router/dead_experts router/zero_gates
+router/load_imbalance_of_layers router/dead_experts_of_layers router/zero_gates_of_layers
 router/entropy router/entropy_of_layers
 router/gate_norm router/gate_norm_of_layers router/gate_sum router/gate_sum_of_layers
 router/gamma router/gamma_of_layers
@@ -148,17 +151,25 @@ def test_measures_of_an_evaluation_are_means_over_its_tokens(tiny):
     tokens = open_tokens(config.data.folders[0], "val")
     x, _ = windows(tokens, fixed_windows(tokens, 32, 6), 32)
     with torch.no_grad():
-        gates = [layer.weights.double() for layer in record_routing(model, torch.from_numpy(x))]
+        layers = record_routing(model, torch.from_numpy(x))
+    gates = [layer.weights.double() for layer in layers]
     norms = [layer.square().sum(1).mean().sqrt().item() for layer in gates]
     assert column(lines, "val/gate_norm_of_layers")[-1] == pytest.approx(norms, rel=1e-5)
     sums = [layer.sum(1).mean().item() for layer in gates]
     assert column(lines, "val/gate_sum_of_layers")[-1] == pytest.approx(sums, rel=1e-5)
+    losses = []  # E times the sum of loads' shares times mean scores
+    for layer in layers:
+        share = torch.bincount(layer.experts.flatten(), minlength=8) / layer.experts.numel()
+        scores = layer.scores.relu().double()
+        losses.append(8 * (share * (scores / scores.sum(1, keepdim=True)).mean(0)).sum().item())
+    assert column(lines, "val/balance_loss_of_layers")[-1] == pytest.approx(losses, rel=1e-5)
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
     n_zero = sum((layer == 0).double().mean().item() for layer in gates) / len(gates)
     assert column(lines, "val/zero_gates")[-1] == pytest.approx(n_zero, rel=1e-5)
 
 
 def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
-    lines = run(tiny("train.dtype=float16"))
+    lines = run(tiny("train.dtype=float16", "train.balance_loss_coef=0.01"))
     assert "warning: float16 on a CPU" in capsys.readouterr().out
     assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
     assert all(line["tokens"] == line["step"] * 8 * 32 for line in lines)
@@ -170,6 +181,7 @@ def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
         and logged["router/gamma"] != 1
     )
     assert logged["perf/tokens_per_sec"] == pytest.approx(8 * 32 * 1000 / logged["perf/step_ms"])
+    assert logged["train/balance_loss"] == pytest.approx(100 * logged["train/aux_loss"])
     for name in ("router/gamma", "router/entropy", "router/gate_norm", "router/gate_sum"):
         layers = logged[f"{name}_of_layers"]
         assert (

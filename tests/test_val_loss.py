@@ -23,8 +23,10 @@ from eval import scoring, val_loss
 from eval.trained import load_model
 from eval.val_loss import main
 from report.compare import clustered
+from runtime import checkpoint
 from runtime.folder import path_of
 from runtime.metrics import ARRAYS, read_metrics
+from runtime.runs import format_manifest
 
 EOT = 256
 TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, the last one short
@@ -222,12 +224,13 @@ ERRORS = {
     "RUN --data HERE/damaged": "damaged/val-00000.bin: expected sha256",
     "HERE/moved": "HERE/gone/tiny: no such data set. Prepare it",
     "RUN HERE/short": "short cannot be compared: they differ in model.block_size; name",
+    "RUN HERE/elsewhere": "elsewhere cannot be compared: they differ in data; name",
     "RUN HERE/short.txt": "HERE/short.txt",
 }
 
 
 @pytest.fixture(scope="module")
-def faulty(module_tiny, tmp_path_factory, fake_ranks):
+def faulty(dense_run, module_tiny, tmp_path_factory, fake_ranks):
     """A folder of data that cannot be scored, and of a run with shorter windows."""
     folder = tmp_path_factory.mktemp("faulty")
     (folder / "short.txt").write_text("x")
@@ -237,6 +240,10 @@ def faulty(module_tiny, tmp_path_factory, fake_ranks):
     (folder / "damaged/val-00000.bin").write_bytes(b"y\0" * 99)
     train_run(config := module_tiny("model.router=dense", "run.name=short", "model.block_size=16"))
     file = shutil.copytree(path_of(config), folder / "short") / "config.toml"
+    manifest = shutil.copytree(dense_run, folder / "elsewhere") / "checkpoints/step_00000004"
+    body = checkpoint.read_manifest(manifest)
+    body["facts"]["data"] = "0" * 64
+    (manifest / checkpoint.MANIFEST).write_text(format_manifest(body))
     moved = shutil.copytree(path_of(config), folder / "moved") / "config.toml"
     moved.write_text(file.read_text().replace(config.data.dir, str(folder / "gone")))
     return folder
@@ -254,3 +261,8 @@ def test_errors(dense_run, faulty, call, corpus, words):
     assert said.startswith("error: ") and fill(ERRORS[words]) in said
     with pytest.raises(SystemExit, match="2"):
         main([str(dense_run), "--windows", "0"])
+
+
+def test_runs_of_other_data_are_compared_on_one_set(dense_run, faulty, call):
+    said = call(main, dense_run, faulty / "elsewhere", "--data", "tiny")
+    assert "no longer" not in said and "+0.0000 [" in said
