@@ -67,12 +67,14 @@ def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
 
 def describe_rate_change(plan: Plan, step: int) -> str:
     """One line if changed settings move the rate of the step after `step`, else ""."""
+    old, new = plan.run.recorded, plan.config
+    if old is None or (old.optim, old.train.max_steps) == (new.optim, new.train.max_steps):
+        return ""
     rates = []
-    for config in (plan.run.recorded, plan.config):
-        if config is not None:
-            rate = learning_rate(config.optim, config.train.max_steps, step)
-            rates.append(f"{rate:.3g}")
-    if rates[0] == rates[-1]:
+    for config in (old, new):
+        rate = learning_rate(config.optim, config.train.max_steps, step)
+        rates.append(f"{rate:.3g}")
+    if rates[0] == rates[1]:
         return ""
     changes = "; ".join(plan.changes)
     return f"{changes}: the learning rate of step {step + 1:,} is {rates[1]} instead of {rates[0]}"

@@ -1,5 +1,6 @@
 """Text for people: aligned tables, counts with their nouns, one-line reasons."""
 
+import codecs
 import shutil
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,18 @@ def escape_controls(text: str, keep: str = "") -> str:
             character = character.encode("unicode_escape").decode()
         characters.append(character)
     return "".join(characters)
+
+
+def decode_utf8(data: bytes) -> str:
+    """The text of UTF-8 bytes. Raises ValueError with the remedy, and UTF-16 by its name."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        encoding = "UTF-16" if is_utf16 else "ENCODING"
+        raise ValueError(
+            f"is not UTF-8 at byte {error.start}: convert it with iconv -f {encoding} -t UTF-8"
+        ) from None
 
 
 def first_line(error: BaseException) -> str:

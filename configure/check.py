@@ -99,7 +99,8 @@ def _explain(key: str, value: Any, error: Any) -> str:
     if removed:
         return f"removed: {removed.instead}. The last commit with it is {LAST_COMMIT}"
     if error["type"] == "extra_forbidden":
-        return f"unknown key{_suggest_key(key)}"
+        suggestion = _suggest_key(key)
+        return f"unknown key{suggestion or '.'} Or is the config of another version?"
     entry = error["loc"][2:]  # the path within the table that the key holds
     reason = "".join(f"{name!r}: " for name in entry)
     reason += error["msg"].removeprefix("Value error, ")

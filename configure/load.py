@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.files import check_regular
+from common.text import decode_utf8
 from configure.check import (
     build,
     drop_removed,
@@ -57,6 +58,7 @@ class ConfigInput(NamedTuple):
     in_file: dict[str, Any]
     given: dict[str, Any]  # overrides from the command line
     axes: Axes
+    listed: dict[str, list]  # axes of the command line
     added: list[str]  # keys of axes of the command line that the file has not
 
     @property
@@ -133,7 +135,7 @@ def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[s
     Raises:
         ConfigError: as `load` does, and if two points would write to the same folder.
     """
-    read = _read(path, overrides, lists=True)
+    read = _read(path, overrides)
     points = [_as_overrides(read.given, read.given.values())]
     for keys, rows in read.open_axes.items():
         choices = [_as_overrides(keys, row) for row in rows]
@@ -274,25 +276,27 @@ def _print_note(note: str) -> None:
 
 
 # ---- files, overrides and axes as text
-def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> ConfigInput:
+def _read(path: str | Path, overrides: Sequence[str]) -> ConfigInput:
     """Read the file and the overrides, and check every value alone.
 
-    With `lists`, an override whose value is a list is an axis.
+    An override whose value is a list is an axis.
     """
     path = Path(path)
     in_file, sweep = _read_file(path)
     given: dict[str, Any] = {}
-    opened: dict[str, list] = {}
+    listed: dict[str, list] = {}
     for text in overrides:
-        key, value = _parse_override(text, lists)
-        if lists and isinstance(value, list):
-            opened[key] = value
+        key, value = _parse_override(text)
+        given.pop(key, None)
+        listed.pop(key, None)
+        if isinstance(value, list):
+            listed[key] = value
         else:
             given[key] = value
     errors = [*find_errors(in_file, path), *find_errors(given, COMMAND_LINE)]
     axes: Axes = {}
-    for text, rows in (sweep | opened).items():
-        source = COMMAND_LINE if text in opened else f"{path} [sweep]"
+    for text, rows in (sweep | listed).items():
+        source = COMMAND_LINE if text in listed else f"{path} [sweep]"
         keys = tuple(key.strip() for key in text.split(","))
         if len(keys) == 1 and isinstance(rows, list):
             rows = [[value] for value in rows]
@@ -305,22 +309,28 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Co
             )
     _raise_if(errors)
     in_name = [*sweep, "model.router", "run.seed", "run.name", "run.dir"]
-    added = [key for key in opened if key not in in_name]
-    return ConfigInput(path, in_file, given, axes, added)
+    added = [key for key in listed if key not in in_name]
+    return ConfigInput(path, in_file, given, axes, listed, added)
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of a file by dotted key, and the axes of its [sweep] by their keys as text."""
     try:
         check_regular(path)
-        table = tomllib.loads(path.read_bytes().decode())
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
+    try:
+        text = decode_utf8(content)
+    except ValueError as error:
+        raise ConfigError(f"{path} {error}") from None
+    try:
+        table = tomllib.loads(text.removeprefix("\ufeff"))  # which Windows' editors write first
         sweep = table.pop("sweep", {})
         table.pop("track", None)  # a contest's protocol: track/contest.py
         settings = _flatten(table)
         axes = _flatten(sweep) if isinstance(sweep, dict) else {"sweep": sweep}
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
-    # also: not UTF-8, a number of 5,000 digits, deep brackets, long dotted keys
+    # also: a number of 5,000 digits, deep brackets, long dotted keys
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not TOML: {error}; strings need quotes, booleans are true or false"
@@ -361,13 +371,15 @@ def _describe_open_axes(read: ConfigInput) -> str:
     axes = read.open_axes
     given = _as_overrides(read.given, read.given.values())
     first = [*given]
-    for keys, rows in axes.items():
-        first += _as_overrides(keys, rows[0])
-    sweep = shlex.join([str(read.path), *given])
+    for linked, rows in axes.items():
+        first += _as_overrides(linked, rows[0])
+    listed = _as_overrides(read.listed, read.listed.values())
+    sweep = shlex.join([str(read.path), *given, *listed])
     first_point = shlex.join([str(read.path), *first])
+    keys = list(itertools.chain(*axes))
+    where = f"{COMMAND_LINE}:" if read.listed.keys() >= {*keys} else str(read.path)
     return (
-        f"{read.path} sweeps {', '.join(itertools.chain(*axes))}, and one run needs one value of "
-        "each\n"
+        f"{where} sweeps {', '.join(keys)}, and one run needs one value of each\n"
         f"  train all: python -m scripts.sweep {sweep}\n"
         f"  train one: python train.py {first_point}\n"
         f"  plan one: python -m scripts.plan {first_point}"
@@ -383,26 +395,26 @@ def _suggest_file(path: Path) -> str:
     return "name a TOML file, such as config/quickstart.toml"
 
 
-def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
+def _parse_override(text: str) -> tuple[str, Any]:
     """`--optim.lr=1e-3` -> `("optim.lr", 0.001)`.
 
     The value of a text key is text; other values are read as TOML if they can be, and else stay
-    text, which the check of their type will report.
-
-    With `lists`, `--model.router=["kern"]` gives a list for a text key as well.
+    text, which the check of their type will report. A value in brackets is a list for any key but
+    that of tasks, whose value several names are.
     """
     key, equals, value = text.lstrip("-").partition("=")
     if not equals:
         raise ConfigError(f"{COMMAND_LINE}: {text} has no value; write --{key}=VALUE")
     kind = KEYS.get(key, {}).get("type")
-    if kind == "string" and not (lists and value.startswith("[")):
+    is_list = value.startswith("[") and value.endswith("]") and key != "eval.tasks"
+    if kind == "string" and not is_list:
         return key, value
     toml = value.lower() if kind == "boolean" else value
     try:
         table = tomllib.loads(f"value = {toml}")
     except (ValueError, RecursionError):
         if kind == "string":  # [kern,tanh], which a shell also makes of ["kern","tanh"]
-            return key, [word.strip() for word in value.strip("[]").split(",")]
+            return key, [word.strip() for word in value[1:-1].split(",")]
         return key, value
     return key, table["value"] if len(table) == 1 else value  # more lines would be more settings
 

@@ -221,7 +221,7 @@ def check_dataset(folder: Path, vocab_size: int) -> Meta:
     if sum(2 * shard.tokens for shard in shards) <= HASHED_BYTES:
         for shard, (_, faults) in scan_shards(folder, shards, meta.tokenizer):
             if faults:
-                raise DataError(f"{folder / shard.name}: {faults[0]}. {name_remedy(meta)}")
+                raise DataError(f"{folder / shard.name}: {faults[0]}. {name_remedy(meta, folder)}")
     return meta
 
 
@@ -234,7 +234,7 @@ def check_lengths(folder: Path, meta: Meta) -> None:
             found = "no such file" if size is None else f"found {size}"
             raise DataError(
                 f"{path}: expected {2 * shard.tokens} bytes ({shard.tokens} tokens), {found}. "
-                f"{name_remedy(meta)}"
+                f"{name_remedy(meta, folder)}"
             )
 
 
@@ -311,9 +311,19 @@ def _find_bad_id(ids: np.ndarray, vocab_size: int, position: int = 0) -> str:
     return f"id {ids[first]} at token {position + first:,}, expected below {vocab_size}"
 
 
-def name_remedy(meta: Meta) -> str:
-    """What to do about a damaged set."""
-    return f"Prepare it again: {meta.prepare} --force"
+def name_remedy(meta: Meta, folder: Path) -> str:
+    """What to do about a damaged set, which may have another name than its command gave it."""
+    command = f"{meta.prepare} --force"
+    if folder.name != meta.name:
+        command += f" --name {shlex.quote(folder.name)}"
+    return f"Prepare it again: {command}{_name_parent(folder)}"
+
+
+def _name_parent(folder: Path) -> str:
+    """The option that puts a set where `folder` is; none for the folder of data sets."""
+    if folder.parent.resolve() == DATA_DIR.resolve():
+        return ""
+    return f" --out {shlex.quote(str(folder.parent))}"
 
 
 def describe_set(meta: Meta, folder: Path) -> str:
@@ -337,7 +347,4 @@ def _guess_command(folder: Path) -> str:
     corpus = folder.name
     if corpus not in SOURCES:
         corpus = f"text --source FILES --name {shlex.quote(folder.name)}"
-    command = f"python -m data.prepare {corpus}"
-    if folder.parent.resolve() != DATA_DIR.resolve():
-        command += f" --out {shlex.quote(str(folder.parent))}"
-    return command
+    return f"python -m data.prepare {corpus}{_name_parent(folder)}"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.text import plural
+from common.text import decode_utf8, plural
 from data import DataError
 from data.readers import Input, Raw, read_documents
 from data.round_trip import Loss
@@ -110,12 +110,8 @@ class Encoder(NamedTuple):
         Raises DataError, which names the fault, at an unreadable document otherwise.
         """
         try:
-            text = raw.data.decode()
+            text = decode_utf8(raw.data)
             return self._find_field(json.loads(text)) if raw.is_json else text
-        except UnicodeDecodeError as error:
-            fault = (
-                f"is not UTF-8 at byte {error.start}: convert it with iconv -f ENCODING -t utf-8"
-            )
         except json.JSONDecodeError as error:
             fault = f"is not JSON ({error}): correct or remove it"
         except (ValueError, RecursionError) as error:

@@ -9,6 +9,9 @@ FOLDER/val.jsonl.xz`. Files are in the order of their content's hash. A file tha
 any package, is left out, and so is a validation file most of whose lines are in the training text.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m data.packages")
+
 import hashlib
 import json
 import lzma

@@ -10,6 +10,9 @@ progress. At the end the folder is renamed to data/<name>/. After a kill the sam
 The set is the same to the byte, with any number of kills and of workers.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m data.prepare")
+
 import argparse
 import errno
 import hashlib
@@ -71,10 +74,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prepare_dataset(args, shlex.join(["python", "-m", "data.prepare", *recorded]))
     except OSError as error:
+        error.filename = error.filename or str(partial_folder(args.out / args.name))
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise DataError(
-            f"{args.out}: {error}. What is done is kept: make room and start again to resume"
+            f"{error}. What is done is kept: make room and start again to resume"
         ) from error
     except KeyboardInterrupt:
         print("stopped; start again to resume", file=sys.stderr)
@@ -98,7 +102,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add(
         "--text-field",
         default="text",
-        help="field of JSON rows, column of tables and parquet (default: %(default)s)",
+        help="field of JSON rows, column of parquet (default: %(default)s)",
     )
     add("--name", help="name of the data set (default: the file's or the corpus')")
     add(

@@ -317,7 +317,7 @@ def open_tokenizer(folder: Path) -> Tokenizer:
         raise DataError(
             f"{tokenizer_file}: not of the tokenizer that made the set: expected sha256 "
             f"{info['hash']}, found {tokenizer.hash}. Put the set's own back, or remove it if the "
-            f"set has none. {name_remedy(meta)}"
+            f"set has none. {name_remedy(meta, folder)}"
         )
     return tokenizer
 

@@ -6,6 +6,9 @@ Checks lengths and sha256 of all shards, that every id is in the vocabulary, and
 many end-of-text tokens as documents. Prints the set's numbers and the start of both splits.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m data.verify")
+
 import os
 from pathlib import Path
 
@@ -50,7 +53,9 @@ def verify_dataset(folder: Path) -> str:
                 documents = f"meta.json says {split.documents:,} documents"
                 faults.append(f"{name}: {ends:,} end-of-text tokens, {documents}")
     if faults:
-        raise DataError("\n  ".join([f"{folder} is damaged:", *faults, bins.name_remedy(meta)]))
+        raise DataError(
+            "\n  ".join([f"{folder} is damaged:", *faults, bins.name_remedy(meta, folder)])
+        )
     tokenizer = open_tokenizer(folder)
     description = bins.describe_set(meta, folder)
     lines = [f"{description}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]

@@ -12,6 +12,9 @@ command resumes after a kill. Differences of several runs from the first are pai
 with 95% intervals by Student's t; they say nothing of other seeds.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m eval.downstream")
+
 import argparse
 import hashlib
 import json

@@ -15,6 +15,9 @@ The shuffle keeps how often each token and each expert occurs, and removes how t
 Shapes: W windows of T tokens, N = W·T tokens, L layers with experts, E experts, K chosen per token.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m eval.routing")
+
 import argparse
 import json
 import math

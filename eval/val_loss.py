@@ -27,6 +27,9 @@ paired by document. It says nothing of other seeds.
 Prints a table, and appends one line of JSON per row to runs/NAME/eval/step_…/val_loss.json.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m eval.val_loss")
+
 import argparse
 import json
 import math

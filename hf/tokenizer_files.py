@@ -1,6 +1,7 @@
 """Write a data set's tokenizer as tokenizer.json and tokenizer_config.json, for transformers."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from data.tokenizer import (
 )
 
 PADDING = "<|padding|>"
+NAMES_OF_PADDING = re.compile(r"\W*pad(ding)?\W*", re.IGNORECASE)  # such as [PAD]
 
 
 def write_json(path: Path, body: dict[str, Any]) -> None:
@@ -22,22 +24,42 @@ def write_json(path: Path, body: dict[str, Any]) -> None:
     path.write_text(json.dumps(body, ensure_ascii=False, indent=1) + "\n", "utf-8")
 
 
+def choose_padding(tokenizer: Tokenizer, vocab_size: int) -> int | None:
+    """The id of a padding token, which the data do not use and which is not the end of a text.
+
+    transformers' collators leave padding out of the loss.
+
+    Args:
+        tokenizer: of the run.
+        vocab_size: number of ids of the model.
+
+    Returns:
+        A special token of the tokenizer that is named so, such as [PAD]; else the id after its
+        last; None if the model has no such id.
+    """
+    if isinstance(tokenizer, FileTokenizer):
+        for number, token in tokenizer.file.get_added_tokens_decoder().items():
+            is_padding = token.special and NAMES_OF_PADDING.fullmatch(token.content)
+            if is_padding and number not in (tokenizer.eot, tokenizer.unk):
+                return number
+    return tokenizer.vocab_size if tokenizer.vocab_size < vocab_size else None
+
+
 def write_tokenizer(
     tokenizer: Tokenizer, folder: str | Path, block_size: int, padding: int | None = None
 ) -> None:
     """Write both files into `folder`.
 
-    They give the same ids, except where a text contains the end-of-text mark: transformers reads
-    the mark as the token, unless it is called with split_special_tokens=True. The tokenizer.json of
-    another project is copied, but neither adds tokens to a text nor cuts it, as data.prepare does
-    not.
+    They give the same ids, except where a text contains the marks of the end of a text or of
+    padding: transformers reads them as the tokens, unless it is called with
+    split_special_tokens=True. The tokenizer.json of another project is copied, but neither adds
+    tokens to a text nor cuts it, as data.prepare does not.
 
     Args:
         tokenizer: of the run.
         folder: of the export.
         block_size: of the model.
-        padding: id of a padding token that the data do not use. It is not the end of a text:
-            transformers' collators leave padding out of the loss.
+        padding: see `choose_padding`.
     """
     if isinstance(tokenizer, FileTokenizer):
         body = json.loads(tokenizer.files[TOKENIZER_FILE])
@@ -55,10 +77,22 @@ def write_tokenizer(
         "eos_token": end,
     }
     if padding is not None:
-        body["added_tokens"].append(describe_special(padding, PADDING))
-        config["pad_token"] = PADDING
+        config["pad_token"] = name_padding(tokenizer, padding, body)
     write_json(Path(folder, TOKENIZER_FILE), body)
     write_json(Path(folder, "tokenizer_config.json"), config)
+
+
+def name_padding(tokenizer: Tokenizer, padding: int, body: dict[str, Any]) -> str:
+    """The name of the token `padding`, which is added to `body`, a tokenizer.json, if it is new."""
+    vocabulary = make_vocabulary(tokenizer)
+    for text, number in vocabulary.items():
+        if number == padding:
+            return text
+    name = f"<|padding {padding}|>" if PADDING in vocabulary else PADDING
+    body["added_tokens"].append(describe_special(padding, name))
+    if len(vocabulary) < padding:  # some ids are of no token, and a new one would get the number
+        body["model"]["vocab"][name] = padding
+    return name
 
 
 def describe_special(number: int, text: str) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import common  # noqa: F401  # checks this Python first
+
 FAILURE_FILE = "failure.txt"  # in a run's folder: the error that ended its last start
 
 

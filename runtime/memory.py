@@ -374,8 +374,9 @@ def check_state_fits(config: Config, estimates: Mapping[str, Memory], capacity: 
 
 def describe_memory(parallel: str, memory: Memory, capacity: int | None) -> str:
     """One line about `memory` for the start of a run; `capacity` in bytes, None if unknown."""
-    sizes = [f"{name} {format_bytes(size)}" for name, size in memory._asdict().items() if size]
-    line = f"{parallel}, about {format_bytes(sum(memory))} a rank: {', '.join(sizes)}"
+    largest = max(memory._fields, key=lambda name: getattr(memory, name))
+    most = f"{largest} {format_bytes(max(memory))}"  # scripts.plan lists them all
+    line = f"{parallel}, about {format_bytes(sum(memory))} a rank, {most} of it"
     if capacity is not None and sum(memory) > USABLE * capacity:
         line += (
             f"; the device's {format_bytes(capacity)} may be too little: set a smaller "

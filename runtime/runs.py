@@ -132,7 +132,7 @@ class Status(NamedTuple):
         state: "running" while a process holds its lock; "failed" if it ended with an error;
             "finished" if it was evaluated at its last step; "unknown" if it may train on another
             computer; else "stopped".
-        step: the newest step of its metrics.
+        step: the newest step of its metrics or checkpoints.
         trouble: the gravest problem, or why the state is unknown; "" without one.
     """
 
@@ -323,7 +323,7 @@ class Run:
     def find_status(self, now: float | None = None) -> Status:
         """What it does `now`, in seconds since 1970, by its files and its lock."""
         now = time.time() if now is None else now
-        step = int(self.newest.get("step", 0))
+        step = max(int(self.newest.get("step", 0)), self.last_step)
         trouble = self._find_trouble()
         trains = self._is_training()
         files = [self.path / "metrics.jsonl", self.path / "lock"]

@@ -1,5 +1,8 @@
 """`python -m scripts.export` is `python -m hf.export.export`."""
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m scripts.export")
+
 import runpy
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ Hours follow from --mfu or, without it, from the parts of a step (runtime/step_t
 communication.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m scripts.plan")
+
 import argparse
 import sys
 

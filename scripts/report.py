@@ -1,5 +1,8 @@
 """`python -m scripts.report` is `python -m report`."""
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m scripts.report")
+
 import runpy
 
 if __name__ == "__main__":

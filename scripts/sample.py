@@ -6,6 +6,9 @@ A text ends with its document (not with --ignore-end) or after --tokens. It goes
 is sampled, the speed to stderr. Several prompts are continued one after the other.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m scripts.sample")
+
 import sys
 import time
 from collections.abc import Iterator, Sequence

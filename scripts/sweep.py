@@ -11,6 +11,9 @@ code is then 1. The last lines are a table of all points. Asked to stop (SIGTERM
 Ctrl-C), all running points save and the sweep ends with exit code 75.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m scripts.sweep")
+
 import argparse
 import os
 import re
@@ -126,6 +129,8 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     """Run the command; returns the exit status."""
     args, config_arguments = make_parser().parse_known_args(argv)
     file, overrides = configure.split_command_line(config_arguments)
+    if args.slurm:
+        check_names(file, str(args.slurm))
     points = list_points(file, overrides)
     left = [point for point in points if point.steps_done() < point.config.train.max_steps]
     shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
@@ -159,6 +164,16 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     folders = [point.folder for point in points]
     print(f"\n{format_table(folders)}\n\npython -m scripts.report {shlex.join(map(str, folders))}")
     return 1 if failed else 0
+
+
+def check_names(*names: str) -> None:
+    """Raise ConfigError if a name that --slurm writes into a script has a newline or the like."""
+    for name in names:
+        if not name.isprintable():
+            raise ConfigError(
+                f"--slurm: {name!r} has a newline or another character that does not print, and "
+                "would be written into a script; rename it"
+            )
 
 
 def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> None:

@@ -1,5 +1,8 @@
 """`python -m scripts.track` is `python -m track`."""
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m scripts.track")
+
 import runpy
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ running while a process holds its lock, and unknown if that cannot be seen from 
 a page with curves: python -m scripts.report runs --follow
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m scripts.watch")
+
 import os
 import sys
 import time

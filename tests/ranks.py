@@ -14,7 +14,6 @@ import train
 from hf import match_gates
 from runtime import checkpoint, distributed, parallel
 from runtime import state as train_state
-from runtime.parallel import local_part
 
 PEAK = 1e9  # FLOP/s of a CPU, for perf/mfu
 
@@ -84,7 +83,6 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
         "model.activation=silu",
         "model.n_shared_expert=1",
     ],
-    "inf": ["train.dtype=float16", "train.bias_update_rate=0.01", "train.max_steps=5"],
     # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.
     "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
 }
@@ -143,7 +141,6 @@ CASES = {
         "quantile": ["ddp-2", "experts-2"],
         "windows": ["fsdp-2"],
         "muon": ["hsdp-2x2", "experts-fsdp"],
-        "inf": ["fsdp-2", "experts-2"],
     }.items()
     for way in ways
 }
@@ -180,13 +177,7 @@ class Watch:
 
     def forget(self):
         """Be ready for another run."""
-        self.seen = {
-            "weights": [],
-            "gradients": [],
-            "seeds": [],
-            "loads": [],
-            "warm_ups": [],
-        }
+        self.seen = {"seeds": []}
 
     @contextmanager
     def patches(self, after_save=lambda saver, step: None):
@@ -208,44 +199,16 @@ class Watch:
             yield
 
     def build_optimizer(self, model, optim, copy_dtype=None):
-        """Add hooks to the model, shun an expert, or make a gradient infinite, then build its
-        optimizer.
-        """
-        self.parameters = list(model.parameters())
-        model.register_forward_hook(self._after_forward)
+        """Let routers shun an expert, then build the model's optimizer."""
         if self.case.model == "pair":
             for block in model.blocks:
                 block.mlp.router.selection_bias[3] = -10 - self.rank
-        if self.case.model == "inf" and self.rank == 1:
-            model.blocks[0].mlp.experts.register_forward_pre_hook(self._before_experts)
         return BUILD(model, optim, copy_dtype)
 
     def learning_rate(self, optim, max_steps, step):
         """Between the seed of a step and its forward pass."""
-        self.seen["weights"].append([local_part(p).detach().clone() for p in self.parameters])
-        self.seen["gradients"].append(
-            [0 if p.grad is None else local_part(p.grad).data_ptr() for p in self.parameters]
-        )
         self.seen["seeds"].append(torch.initial_seed())
         return RATE(optim, max_steps, step)
-
-    def _after_forward(self, model, args, out):
-        if model.training:  # before the first step: the pass that warms up DDP's buckets
-            self.seen["loads" if self.seen["weights"] else "warm_ups"].append(
-                out.stats.loads.sum(1)
-            )
-
-    def _before_experts(self, experts, args):
-        """On the full parameter, which FSDP2 makes anew for every pass."""
-        if torch.is_grad_enabled() and len(self.seen["weights"]) == 3:
-            experts.w_in.register_hook(self._spoil)
-
-    def _spoil(self, gradient):
-        """In step 3 the gradient of rank 1's first expert, or of expert 0 in rank 0's shard."""
-        if len(self.seen["weights"]) == 3:
-            gradient = gradient.clone()
-            local_part(gradient)[0] = torch.inf
-        return gradient
 
 
 BUILD, RATE, SAVE = train_state.build_optimizer, train.learning_rate, checkpoint.Saver.save

@@ -5,6 +5,7 @@ and in a file.
 import errno
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from fake_runs import make_seeds
 from pydantic import BaseModel
 from runs import REPO_ROOT
 
+from common import find_python_problem
 from common.command import build_parser, command, require_packages, run_command
 from common.files import DamagedFile, read_json, short_path, write_atomic
 from common.progress import progress_bar
@@ -32,8 +34,14 @@ from common.text import (
 from report.__main__ import main as report_main
 from runtime.reporter import format_bar
 
-
 # ---- commands
+COMMANDS = []
+for folder in ("data", "eval", "scripts", "tools"):
+    for path in sorted((REPO_ROOT / folder).glob("*.py")):
+        if "__main__" in path.read_text():
+            COMMANDS.append(path.relative_to(REPO_ROOT))
+
+
 def raising(error):
     def main(argv):
         raise error
@@ -90,6 +98,27 @@ def test_a_process_ends_with_the_code_of_its_command(error, code, said, capsys):
     with pytest.raises(SystemExit) as end:
         run_command(lambda: raising(error)([]) if error else 0)
     assert end.value.code == code and capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("file", COMMANDS)
+def test_a_command_started_as_a_file_names_its_module(file):
+    module = str(file.with_suffix("")).replace("/", ".")
+    with pytest.raises(SystemExit, match=f"error: start .* as python -m {module}"):
+        runpy.run_path(str(REPO_ROOT / file), run_name="__main__")
+
+
+def test_a_python_that_cannot_run_the_commands_is_named(monkeypatch):
+    """-S leaves out installed packages."""
+    for words in (["-m", "scripts.plan"], ["-m", "data.prepare"], ["train.py"]):
+        done = subprocess.run(
+            [sys.executable, "-S", *words], cwd=REPO_ROOT, capture_output=True, text=True
+        )
+        said = f"error: torch, numpy, pydantic, tqdm not installed for {sys.executable}: source "
+        assert done.returncode == 2 and done.stderr.startswith(said)
+        assert done.stderr.count("\n") == 1 and done.stdout == ""
+    assert find_python_problem() == ""
+    monkeypatch.setattr(sys, "version_info", (3, 10, 14))
+    assert " is too old, nanoKERN needs 3.11 or later" in find_python_problem()
 
 
 PRINTING = "import sys; from common.command import run_command; run_command(lambda: {})"

@@ -155,7 +155,7 @@ def test_a_removed_key_is_refused_but_in_the_record_of_a_run_at_its_default(writ
     ("line", "names"),
     [
         ("train.lr = 1e-3", "train.lr = 0.001: unknown key; did you mean 'optim.lr'?"),
-        ("model.n_heads = 8", "model.n_heads = 8: unknown key; did you mean 'model.n_head'?"),
+        ("model.n_heads = 8", "model.n_heads = 8: unknown key; did you mean 'model.n_head'? Or is"),
         ("evall.interval = 8", "did you mean 'eval.interval'?"),
         ("n_layer = 8", "did you mean 'model.n_layer'?"),
         ("model.hidden_size = 8", "did you mean 'model.n_embd'?"),  # of other projects
@@ -170,7 +170,7 @@ def test_a_removed_key_is_refused_but_in_the_record_of_a_run_at_its_default(writ
         ("data.mix.a = -1", "data.mix = {'a': -1}: 'a': Input should be greater than 0"),
         ('data.mix."/" = 1', "data.mix = {'/': 1}: '/': '[key]': String should match"),
         ('run.dir = "a\\u0000b"', r"run.dir = 'a\x00b': expected printable text"),
-        (r'"\n" = 1', r"'\n' = 1: unknown key"),
+        (r'"\n" = 1', r"'\n' = 1: unknown key. Or is the config of another version?"),
         ("model.router = kern", "is not TOML: "),
         ("train.max_steps = " + "9" * 5000, "is not TOML: "),
         ("train.max_steps = " + "[" * 5000, "is not TOML: "),
@@ -184,6 +184,19 @@ def test_a_wrong_line_of_a_file(write, line, names):
     # what is wrong in the file stays wrong under an override
     text = message(file, "--model.n_layer=2")
     assert text.startswith(f"{file}") and names in text and text.count("\n") == 0
+
+
+def test_files_as_editors_save_them(tmp_path):
+    """With Windows' byte order mark and line ends; other encodings are named."""
+    text = "# größe\r\n[model]\r\nn_layer = 3\r\n"
+    file = tmp_path / "a.toml"
+    for encoding, at, name in (("utf-16", 0, "UTF-16"), ("latin-1", 4, "ENCODING")):
+        file.write_bytes(text.encode(encoding))
+        says = f"{file} is not UTF-8 at byte {at}: convert it with iconv -f {name} -t UTF-8"
+        assert message(file) == says
+    for encoding in ("utf-8", "utf-8-sig"):
+        file.write_bytes(text.encode(encoding))
+        assert load(file).model.n_layer == 3
 
 
 @pytest.mark.parametrize(

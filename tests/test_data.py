@@ -171,7 +171,7 @@ def test_check_finds_damage(tmp_path, damage, message):
     path = tmp_path / "set/train-00001.bin"
     path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
     with pytest.raises(
-        DataError, match=rf"train-00001.bin: {message}.*--source x --name set --force"
+        DataError, match=rf"train-00001.bin: {message}.*--source x --name set --force --out \S+$"
     ):
         check_dataset(tmp_path / "set", 257)
 

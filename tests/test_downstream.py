@@ -1,5 +1,5 @@
-"""eval/scoring.py against one pass per pair; tasks (eval/downstream.py, harness.py, tasks.py and
-in_loop.py) against the harness' own client and command.
+"""Tasks (eval/downstream.py, harness.py, scoring.py, tasks.py and in_loop.py) against the harness'
+own client and command.
 """
 
 import json
@@ -33,59 +33,22 @@ from runs import (
 )
 from scipy import stats
 from test_generation import small_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import configure
 import train
-from data.tokenizer import ByteTokenizer
 from eval import downstream, scoring, tasks
 from eval.harness import Adapter
 from eval.in_loop import TaskScores
 from eval.scoring import Scorer, scoring_dtype
 from eval.trained import load_run
 from hf.export.export import export_run
-from hf.formats import FORMATS
-from hf.tokenizer_files import write_tokenizer
 from model import GPT
 from runtime import RankError, RunError
 from runtime.folder import path_of
 from runtime.launch import Stop
 
 DENSE = {"model.router": "dense", "model.pos": "learned"}
-
-
-@pytest.fixture(scope="module")
-def clients(tmp_path_factory):
-    """Of a random GPT2LMHeadModel, sharp enough to give both greedy and other answers, and of our
-    dense model with its
-    weights, without biases, which are 0 at GPT-2's initialisation."""
-    torch.manual_seed(3)
-    shape = {
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": 32,
-        "n_inner": 24,
-        "vocab_size": 257,
-        "n_positions": 32,
-    }
-    config = GPT2Config(
-        **shape,
-        activation_function="gelu",
-        initializer_range=0.5,
-        eos_token_id=256,
-        bos_token_id=256,
-    )
-    theirs = GPT2LMHeadModel(config).double().eval()
-    sizes = {"block_size": 32, "vocab_size": 257, "top_k": 2, "expert_hidden": 12}
-    ours = small_model(**{f"model.{key}": value for key, value in sizes.items()}, **DENSE).double()
-    for name, view in FORMATS["gpt2"].from_own(ours.state_dict(), ours.config).items():
-        view.copy_(theirs.state_dict()[name])
-    path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(ByteTokenizer(), path, 32)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    return HFLM(theirs, tokenizer=tokenizer, batch_size=3, max_length=32), Adapter(
-        Scorer(ours), ByteTokenizer()
-    )
 
 
 def ask(client, kind, arguments):
@@ -102,6 +65,18 @@ def words(rng, count):
     return " ".join(rng.choice(WORDS) for _ in range(count))
 
 
+@pytest.fixture(scope="module")
+def clients(finished, tmp_path_factory):
+    """The harness' own client of an export, and ours, in fp64: rounding decides no greedy answer.
+
+    Ours has batches of few tokens.
+    """
+    theirs = load_export(finished, tmp_path_factory.mktemp("export"))
+    theirs.model.double()
+    trained, tokenizer = load_run(finished)
+    return theirs, Adapter(Scorer(trained.model.double(), tokens=200), tokenizer)
+
+
 @pytest.mark.numerics
 def test_loglikelihoods_equal_hflms(clients):
     """With contexts that are shared, unshared, empty, only spaces, or too long, and the model's own
@@ -111,17 +86,20 @@ def test_loglikelihoods_equal_hflms(clients):
     rng = random.Random(SEED)
     pairs = []
     for _ in range(40):
-        context = words(rng, rng.randint(1, 9))
+        context = words(rng, rng.randint(1, 20))
         pairs.append((context, " " + words(rng, rng.randint(1, 2))))
-        logits = theirs.model(torch.tensor([list(context.encode())[-32:]])).logits
+        logits = theirs.model(torch.tensor([list(context.encode())[-64:]])).logits
         best = logits[0, -1].argmax().item()
         if 33 <= best < 127:
             pairs.append((context, chr(best)))
+            pairs.append((context, chr(best) + " or not"))
     pairs += [(context, f" {letter}") for context, _ in pairs[:9] for letter in "abcd"]
     pairs += [("", "maps"), ("", " a"), ("in june ", "bees")]
-    pairs += [("x" * 40, "y" * 32), ("so", "y" * 31), pairs[0]]
+    pairs += [("x" * 80, "y" * 64), ("so", "y" * 63), pairs[0]]
     got, wanted = (ask(client, "loglikelihood", pairs) for client in (ours, theirs))
-    assert_same_scores(got, wanted)
+    nats, greedy = zip(*wanted, strict=True)
+    assert [score[0] for score in got] == pytest.approx(nats, rel=1e-5, abs=1e-6)
+    assert [score[1] for score in got] == list(greedy) and len(set(greedy)) == 2
     texts = [(words(rng, count),) for count in (1, 3, 9, 30)]
     wanted, got = (ask(client, "loglikelihood_rolling", texts) for client in clients)
     assert got == pytest.approx(wanted, rel=1e-5)
@@ -465,68 +443,31 @@ def test_bits_of_answers_that_are_several_or_none(target, kind, wanted):
 
 
 # ---- eval/scoring.py
-@torch.no_grad()
-def by_hand(model, context, continuation):
-    """One forward pass over the pair; a pair that is too long loses its first tokens."""
-    ids = torch.tensor([[*context, *continuation][-(model.config.block_size + 1) :]])
-    n = len(continuation)
-    logits = model.logits(model.hidden(ids[:, :-1])[0])[0, -n:]
-    targets = torch.tensor(continuation)
-    of_targets = logits.log_softmax(1)[range(n), targets]
-    return of_targets.sum().item(), bool((logits.argmax(1) == targets).all())
-
-
-def assert_same_scores(got, wanted):
-    """Of models in fp64, so that rounding decides nothing."""
-    nats, greedy = zip(*wanted, strict=True)
-    assert [score[0] for score in got] == pytest.approx(nats, rel=1e-5, abs=1e-6)
-    assert [score[1] for score in got] == list(greedy) and len(set(greedy)) == 2
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize(
-    ("router", "pos", "tokens"),
-    [
-        ("kern", "rope", 1),
-        ("kern", "learned", 64),
-        ("softmax", "rope", 9999),
-        ("dense", "rope", 99),
-    ],
-)
-def test_scores_equal_one_pass_per_pair(router, pos, tokens):
-    model = small_model(**{"model.router": router, "model.pos": pos}).double()
-    rng = random.Random(SEED)
-
-    def draw(count):
-        return [rng.randrange(64) for _ in range(count)]
-
-    def rank(ids, place):
-        """The likeliest next token (place 0), or the one after it."""
-        with torch.no_grad():
-            logits = model(torch.tensor([ids[-16:]])).logits
-        return logits.flatten().topk(2).indices[place].item()
-
-    pairs = [(draw(rng.randint(1, 20)), draw(rng.randint(1, 8))) for _ in range(30)]
-    pairs += [(pairs[0][0], draw(3)), (draw(3), draw(16))]  # a shared context; a whole block
-    for context, _ in pairs[:20]:
-        likeliest = rank(context, 0)
-        pairs += [(context, [likeliest]), (context, [likeliest, 1, 2])]
-    wanted = [by_hand(model, *pair) for pair in pairs]
+@pytest.mark.parametrize("pos", ["rope", "learned"])
+@pytest.mark.parametrize("tokens", [1, 9999])
+def test_answers_longer_than_the_block_are_scored_in_pieces(pos, tokens):
+    """17 tokens: pieces of 8, 8 and 1, each after what is before it. All are the likeliest ones but
+    the last, which is or is not.
+    """
+    model = small_model(**{"model.pos": pos}).double()
+    context = list(range(5))
     scorer = Scorer(model, tokens=tokens)
-    assert_same_scores(scorer.score(pairs), wanted)
-    # 17 tokens are longer than the block: pieces of 8, 8 and 1, each after what is before it;
-    # all are the likeliest ones but the last, which is or is not
     for last in (0, 1):
         ids = list(context)
+        nats = 0.0
         for position in range(17):
             stop = min(8 * (position // 8) + 8, 17) + len(context)
-            ids.append(rank(ids[max(0, stop - 17) :], last if position == 16 else 0))
-        start = len(context)
-        parts = [(ids[:at], ids[at : at + 8]) for at in range(start, len(ids), 8)]
-        whole, other = scorer.score([(context, ids[start:]), pairs[0]])
-        pieces = scorer.score(parts)
-        assert whole.loglikelihood == pytest.approx(sum(piece.loglikelihood for piece in pieces))
-        assert whole.greedy == (last == 0) and other == scorer.score(pairs[:1])[0]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[max(0, stop - 17) :]])).logits[0, -1]
+            ids.append(logits.topk(2).indices[last if position == 16 else 0].item())
+            nats += logits.log_softmax(-1)[ids[-1]].item()
+        short = (context, [7, 8])
+        whole, other = scorer.score([(context, ids[5:]), short])
+        assert whole.loglikelihood == pytest.approx(nats)
+        assert whole.greedy == (last == 0) and other == scorer.score([short])[0]
 
 
 class Recorder(LM):

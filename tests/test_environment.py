@@ -16,7 +16,6 @@ from runs import REPO_ROOT, end
 import configure
 import train
 from data import prepare
-from runtime.folder import path_of
 
 TEXT = "\ufeffA line 🙂 𝄞 日本\r\nof a text\r\n" * 40  # a byte order mark, planes, CRLF
 COMMANDS = """
@@ -108,23 +107,3 @@ def test_all_commands_in_another_world(tmp_path):
         ["data", "in", "report 🙂", "runs", own_file.name]
     )
     assert not list(temporary.iterdir())
-
-
-def test_a_set_whose_name_is_part_of_anothers(tmp_path, tiny_file):
-    """Sets, runs and keys whose names contain one another do not meet."""
-    source = prepare_source(tmp_path / "in") / "in"
-    tokens = {}
-    for name, fraction in (("set", 0.4), ("set-2", 0.6), ("set.2", 0.7)):
-        arguments = ["text", "--source", str(source), "--out", str(tmp_path), "--name", name]
-        arguments += ["--tokenizer", "bytes", "--val-fraction", str(fraction)]
-        assert prepare.main(arguments) == 0
-        tokens[name] = list_tokens(tmp_path / name)
-    for name, before in tokens.items():
-        assert list_tokens(tmp_path / name) == before
-    for name in ("run", "run-2", "run.2"):
-        seed = len(name)
-        overrides = [f"run.name={name}", f"run.seed={seed}", "train.max_steps=1"]
-        config = configure.load(tiny_file, overrides)
-        train.train(config)
-        saved = configure.load(path_of(config) / "config.toml")
-        assert (saved.run.name, saved.run.seed) == (name, seed)

@@ -44,6 +44,7 @@ from model import GPT
 from router import ROUTERS
 from runtime import folder
 from runtime.memory import count_parameters
+from runtime.runs import find_runs
 
 TOKENIZER = ByteTokenizer()
 NEAR = tolerance(torch.float32, 32)
@@ -613,7 +614,7 @@ def test_export_and_check(run, tmp_path, call):
     said = call(export.main, run, out, "--check")
     assert "tokenizer: the same" in said and "random rows: at most" in said
     assert "note: the vocabulary has no room for a padding token" in said
-    names = {"README.md", "config.json", "config.toml", "generation_config.json"}
+    names = {"README.md", "config.json", "settings.toml", "generation_config.json"}
     names |= {"model.safetensors", "tokenizer.json", "tokenizer_config.json", *CODE}
     assert {path.name for path in out.iterdir()} == names and list(out.parent.iterdir()) == [out]
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # safetensors writes 0600
@@ -632,6 +633,8 @@ def test_export_and_check(run, tmp_path, call):
     assert "exists already; name a new folder" in call(export.main, run, out, code=2)
     written = json.loads((out / "config.json").read_text())["nanokern"]
     assert written == {"run": "tiny", "weights": "step_00000004"}
+    assert find_runs([out.parent]) == []  # an export among runs is none
+    assert (out / "settings.toml").read_bytes() == (run / "config.toml").read_bytes()
 
 
 ONE_FILE = export.FILE_BYTES

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
@@ -10,13 +9,9 @@ from numerics import assert_near, seeded, tolerance
 from runs import REPO_ROOT, all_logits, run
 from safetensors.torch import load_file, save_file
 from test_hf_init_from import edit, ids, make_gpt2, refused, start
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 import configure
-import train
-from data import prepare
-from data.tokenizer import open_tokenizer
 from hf.export import export
 from hf.formats import FORMATS
 from runtime import RunError
@@ -247,83 +242,3 @@ def test_settings_that_change_the_function_are_refused(folders, kind):
             says = f"config.json: {key} is {value!r}, and model.py computes "
             with pytest.raises(RunError, match=re.escape(says)):
                 FORMATS[kind].read_config(settings | {key: value})
-
-
-# ---- data.prepare --tokenizer FOLDER: a tokenizer.json of Hugging Face, to an export and back
-TEXTS = [f"the {word} of page {i} is plain\n" for i in range(40) for word in ("kernel", "router")]
-SPECIAL = ["<unk>", "<|end|>"]
-
-
-@pytest.fixture(scope="module", params=["bytes", "words", "unigram"])
-def prepared(request, tmp_path_factory):
-    """A tokenizer's folder, and a set: pieces of bytes as OLMoE's, words with ▁ as Mixtral's, or
-    pieces with scores. The first adds a token to each text, which data.prepare does not.
-    """
-    place = tmp_path_factory.mktemp("models") / "their-model"
-    place.mkdir()
-    settings = {"vocab_size": 300, "special_tokens": SPECIAL, "show_progress": False}
-    if request.param == "unigram":
-        made = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(unk_token="<unk>", **settings)
-    else:
-        made = Tokenizer(models.BPE(unk_token=None))
-        settings["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(**settings)
-    if request.param == "bytes":
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-    else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-        made.decoder = decoders.Metaspace(prepend_scheme="never")
-    made.train_from_iterator(TEXTS, trainer)
-    made.post_processor = processors.TemplateProcessing(
-        single="<unk> $A", special_tokens=[("<unk>", 0)]
-    )
-    made.save(str(place / "tokenizer.json"))
-    (place / "config.json").write_text(json.dumps({"eos_token_id": 1}))
-    (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    words = [
-        "text",
-        "--source",
-        place / "text.jsonl",
-        "--tokenizer",
-        place,
-        "--out",
-        place / "data",
-    ]
-    assert prepare.main([*map(str, words), "--val-fraction", "0.2"]) == 0
-    return place
-
-
-def test_a_model_of_theirs_is_trained_and_exported(prepared, tiny, tmp_path, call):
-    """With room for a padding token, which is not the end of a text."""
-    size = 7 + open_tokenizer(prepared / "data/text").vocab_size
-    make_model("olmoe", vocab_size=size, eos_token_id=1).save_pretrained(tmp_path / "olmoe")
-    shutil.copy(prepared / "tokenizer.json", tmp_path / "olmoe")
-    own = [f"data.dir={prepared / 'data'}", "data.name=text", f"model.vocab_size={size}"]
-    own += ["train.max_steps=2", "eval.windows=2", *SHAPE, *OURS["olmoe"]]
-    config = tiny(f"train.init_from={tmp_path / 'olmoe'}", *own)
-    train.train(config)
-    out = tmp_path / "out"
-    assert "note: " not in call(export.main, path_of(config), out, "--check")
-    theirs = AutoTokenizer.from_pretrained(out)
-    assert (theirs.eos_token_id, theirs.pad_token_id, theirs.pad_token) == (
-        1,
-        size - 7,
-        "<|padding|>",
-    )
-    assert json.loads((out / "config.json").read_text())["pad_token_id"] == size - 7
-    assert theirs("the kernel")["input_ids"] == open_tokenizer(prepared / "data/text").encode(
-        "the kernel"
-    )
-    again = tiny("run.name=again", f"train.init_from={out}", *own)
-    start(again)
-    other = json.loads((out / "tokenizer.json").read_text())
-    vocab = other["model"]["vocab"]
-    if isinstance(vocab, list):
-        vocab[-1], vocab[-2] = vocab[-2:]
-    else:
-        one, two = [*vocab][-2:]
-        vocab[one], vocab[two] = vocab[two], vocab[one]
-    (out / "tokenizer.json").write_text(json.dumps(other))
-    assert "its tokenizer is one whose id" in refused(again)

@@ -33,7 +33,8 @@ FILES = {file for file in LISTED if (REPO_ROOT / file).is_file()}
 FOLDERS = {str(folder) for file in FILES for folder in Path(file).parents}
 PAST = ("docs/CHANGELOG.md", "docs/LOG", "track/records/edition-")  # they name what was once
 # of other projects; in an export's folder; of a run
-OTHER_FILES = {"train_llama_small_adam_80g8.py", "gpu_model/host.py", "config.toml", "array.sbatch"}
+OTHER_FILES = {"train_llama_small_adam_80g8.py", "gpu_model/host.py", "array.sbatch"}
+OTHER_FILES |= {"settings.toml", "config.toml"}
 LEFT_OUT = ("…", "CORPUS")  # words of commands
 NO_KEYS = {"model.generate"}  # a method of transformers
 OTHER_PROGRAMS = {"pip", "source", "hf", "wandb", "sbatch", "vllm", "lm_eval", "lm-eval", "trl"}

@@ -171,11 +171,7 @@ def test_pair_trains_like_one_rank(outcome, alone, folder):
             0,
             0,
         ]
-        # 3 steps of 2 micro-batches
-        assert len(report["loads"]) == 3 * 2 and len(report["warm_ups"]) == 1
-        assert not any(loads[:, 3].any() for loads in report["loads"])
-        _, second, third = report["gradients"]
-        assert all(second) and second == third  # in DDP's buckets, so no rank ever holds them twice
+    assert not any(layer[3] for loads in column(ran.lines, "router/loads") for layer in loads)
     seeds = [seed for report in ran.reports for seed in report["seeds"]]
     # rows of several ranks do not share a mask of dropout
     assert len(seeds) == len(set(seeds)) == 2 * 3
@@ -216,25 +212,6 @@ def test_same_run_on_any_number_of_ranks(outcome, alone, name):
         assert_same_columns(ran.lines, alone("dense")[1].lines, "val_ema/loss")
 
 
-# ---- steps that are not finite
-@pytest.mark.integration
-@pytest.mark.parametrize("way", ["fsdp-2", "experts-2"])
-def test_infinite_gradient_on_one_rank_is_skipped_on_all(outcome, way):
-    """Under FSDP2 it is one expert, in the shard of one rank; the others must learn of it."""
-    ran = outcome(f"inf {way}")
-    assert column(ran.lines, "optim/skipped_steps") == [0, 0, 1, 1, 1]
-    assert column(ran.lines, "optim/loss_scale") == [65536, 65536, 32768, 32768, 32768]
-    for report in ran.reports:
-        changed = [
-            any(not torch.equal(a, b) for a, b in zip(before, after, strict=True) if a.numel())
-            for before, after in zip(report["weights"], report["weights"][1:], strict=False)
-        ]
-        assert changed == [True, True, False, True]
-        assert all(parameter.isfinite().all() for parameter in report["parameters"].values())
-    # nor do loads of the skipped step count on some
-    assert_same_bits(ran.reports, ran.reports[:1] * len(ran.reports))
-
-
 # ---- checkpoints
 @pytest.mark.integration
 @pytest.mark.numerics
@@ -243,7 +220,7 @@ def test_infinite_gradient_on_one_rank_is_skipped_on_all(outcome, way):
 )
 def test_checkpoint_resumes_on_other_ranks(outcome, alone, saved, resumed):
     part = outcome(f"{saved} to {resumed}")
-    assert len(part.reports[0]["weights"]) == 3  # of 6 steps
+    assert len(part.reports[0]["seeds"]) == 3  # of 6 steps
     assert_same_run(part, alone("saved")[1], after=3)
     assert part.reports[0]["buffers"]["blocks.1.mlp.router.selection_bias"].any()
 
@@ -253,7 +230,7 @@ def test_checkpoint_resumes_on_other_ranks(outcome, alone, saved, resumed):
 def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(outcome, model, way):
     """Also from a checkpoint before AdamW's first update: float16 may skip all steps before it."""
     undisturbed, part = outcome(f"{model} {way}"), outcome(f"{model} {way} resumed")
-    assert len(part.reports[0]["weights"]) == 3 < len(undisturbed.reports[0]["weights"])
+    assert len(part.reports[0]["seeds"]) == 3 < len(undisturbed.reports[0]["seeds"])
     assert untimed(part.lines) == untimed(undisturbed.lines)
     assert_same_bits(part.reports, undisturbed.reports)
     if model == "early":
@@ -261,47 +238,25 @@ def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(outcome, model, way)
         assert skipped[2] == 3 and skipped[-1] < 6
 
 
-# ---- jobs of torchrun: ranks that end, and nodes
-def be_ended(folder, how):
-    """A rank: DDP, or FSDP2 that saves all the time.
-
-    Before step 3 rank 1 sends itself the signal `how`.
-    """
-    how, _, saving = how.partition(" ")
-
+# ---- a job of torchrun, whose rank 1 is killed
+def be_killed_at_step_3(folder):
     def learning_rate(optim, max_steps, step):
         if step == 3 and os.environ["RANK"] == "1":
             print("rank 1 ends at step 3", flush=True)
-            os.kill(os.getpid(), getattr(signal, how))
+            os.kill(os.getpid(), signal.SIGKILL)
         return RATE(optim, max_steps, step)
 
     train.learning_rate = learning_rate
-    own = [
-        f"--run.dir={folder / (how + saving)}",
-        "--train.micro_batch_size=1",
-        "--train.timeout_minutes=0.5",
-    ]
-    own += ["--train.parallel=fsdp", "--train.checkpoint_interval=1"] if saving else []
+    own = [f"--run.dir={folder / 'killed'}", "--train.micro_batch_size=1"]
     sys.exit(train.main([str(folder / "tiny.toml"), *own]))
 
 
-@pytest.fixture(scope="module")
-def jobs(folder):
-    """{name: Job} of torchrun, whose rank 1 is ended."""
-    two = ["--standalone", "--nproc_per_node=2", __file__, folder]
-    return run_torchrun({how: [*two, how] for how in ("SIGKILL", "SIGSTOP saving")})
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP saving"])
-def test_job_ends_when_a_rank_does(jobs, name):
-    job = jobs[name]
+def test_job_ends_when_a_rank_is_killed(folder):
+    job = run_torchrun({"": ["--standalone", "--nproc_per_node=2", __file__, folder]})[""]
     assert job.code != 0  # and it did end
     assert "at step 3" in job.output  # it had begun
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9", job.output), job.output
-    # rank 0 gave up waiting; torchrun then killed the other, which does not end when asked to
-    if name != "SIGKILL":
-        assert "Timed out waiting 30000ms" in job.output
 
 
 # ---- a rank that hangs
@@ -393,4 +348,4 @@ def test_job_ends_when_a_rank_hangs_anywhere(hung, folder, place):
 
 
 if __name__ == "__main__":
-    be_ended(Path(sys.argv[1]), sys.argv[2])
+    be_killed_at_step_3(Path(sys.argv[1]))

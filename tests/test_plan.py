@@ -275,6 +275,8 @@ def test_device_known_to_be_too_small_is_refused(capacity, changes, fitting, rem
     with pytest.raises(RunError, match=f"{error}set --train.parallel={remedy}"):
         memory.check_state_fits(Config(), estimates, int(capacity * 2**30))
     memory.check_state_fits(Config(), estimates, needed.state)
+    said = memory.describe_memory("ddp", SMALL, 2**40)
+    assert said == "ddp, about 8.0 GiB a rank, activations 4.0 GiB of it"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """configure/load.py: the [sweep] of a config file, its points, their names, linked axes, errors."""
 
 import re
+import shlex
 
 import pytest
 
@@ -121,3 +122,23 @@ def test_a_list_on_the_command_line_is_an_axis(write):
     assert len(sweep_points(file, ['--model.router=["kern"]'])) == 2
     text = refuse(sweep_points, file, ['--run.seed=[0, "x"]'])
     assert text.startswith("command line: ") and "run.seed = 'x': " in text
+    assert len(sweep_points(file, ["--run.seed=[0, 1]", "--run.seed=2"])) == 4  # the last one wins
+    assert len(sweep_points(file, ["--run.seed=2", "--run.seed=[0, 1]"])) == 8
+    # several tasks are one value
+    (point,) = sweep_points(write(), ['--eval.tasks=["a", "b"]'])
+    assert load(write(), point).eval.task_names == ["a", "b"]
+    assert "model.router = '[kern': " in refuse(sweep_points, file, ["--model.router=[kern"])
+
+
+def test_a_run_refuses_a_list_and_names_the_sweep(write):
+    text = refuse(load, write(), ["--optim.eps=1e-7", "--model.router=[kern,tanh, dense]"])
+    assert text.startswith("command line: sweeps model.router, and one run needs one value of each")
+    (command,) = re.findall("python -m scripts.sweep (.*)", text)
+    file, *overrides = shlex.split(command)
+    configs = [load(file, point) for point in sweep_points(file, overrides)]
+    assert [config.model.router for config in configs] == ["kern", "tanh", "dense"]
+    assert {config.optim.eps for config in configs} == {1e-7}
+    file = write(SWEEP)
+    assert refuse(load, file, ["--run.seed=[1]"]).startswith(
+        f"{file} sweeps model.router, optim.lr"
+    )

@@ -121,33 +121,26 @@ def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
     assert "train-00000.bin: expected" in run(*books, "--val-fraction", 0.5, code=2)
 
 
-@pytest.mark.parametrize("change", ["grown", "changed", "added", "validation"])
-def test_files_that_change_while_they_are_read_are_an_error(run, tmp_path, monkeypatch, change):
+@pytest.mark.parametrize("name", ["in/a.txt", "in/new.txt", "val/c.txt"])
+def test_files_that_change_while_they_are_read_are_an_error(run, tmp_path, monkeypatch, name):
     """Nothing is kept, so the same command then makes the set of the files as they are."""
-    source = write_tree(tmp_path / "in", {"a.txt": b"first text\n" * 50, "b.txt": b"second " * 50})
-    val = write_tree(tmp_path / "val", {"c.txt": b"third text " * 50})
-    file, content = {
-        "grown": (source / "a.txt", b"first text\n" * 51),
-        "changed": (source / "a.txt", b"other text\n" * 50),
-        "added": (source / "d.txt", b"more text\n" * 50),
-        "validation": (val / "c.txt", b"other text " * 50),
-    }[change]
-    args = ("text", "--source", source, "--val-source", val)
+    texts = {"in/a.txt": "first text", "in/b.txt": "second text", "val/c.txt": "third text"}
+    write_tree(tmp_path, {path: text.encode() for path, text in texts.items()})
+    args = ("text", "--source", tmp_path / "in", "--val-source", tmp_path / "val")
     encode_inputs = workers.encode_inputs
 
-    def change_after_the_first_batch(*arguments):
-        for number, batch in enumerate(encode_inputs(*arguments)):
-            yield batch
-            if number == 0:
-                file.write_bytes(content)
+    def change_at_the_end(*arguments):
+        yield from encode_inputs(*arguments)
+        (tmp_path / name).write_bytes(b"other text")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "encode_inputs", change_after_the_first_batch)
+        patch.setattr(prepare, "encode_inputs", change_at_the_end)
         assert "input files changed while they were read" in run(*args, code=2)
     assert list((tmp_path / "out").iterdir()) == []
     run(*args)
-    texts = {path.read_text() for path in source.iterdir()}
-    assert set(documents_of(tmp_path / "out/text")["train"]) == texts
+    texts[name] = "other text"
+    read = documents_of(tmp_path / "out/text")
+    assert sorted(read["train"] + read["val"]) == sorted(texts.values())
 
 
 def test_foreign_files_are_not_touched(run, books, tmp_path, monkeypatch):
@@ -322,6 +315,12 @@ def test_defaults_of_a_corpus(corpus):
         assert (args.val_fraction, args.config) == (0.0, None)  # all of --source is for training
 
 
+def test_the_list_of_corpora_fits_a_terminal(call):
+    listed = call(prepare.main, "--list")
+    assert all(f"\n[{corpus}]\nabout = " in listed for corpus in SOURCES)
+    assert max(len(line) for line in listed.splitlines() if "https://" not in line) <= 80
+
+
 BAD_ARGUMENTS = {
     "": r"which corpus\? One of stdlib, text, shakespeare, fineweb-edu.*--list describes",
     "books3": r"books3 needs files: add --source.*withdrawn for copyright.*pg19",
@@ -370,7 +369,13 @@ def test_verify_describes_a_set_and_finds_every_damaged_file(run, books, tmp_pat
     edit(prepared / "train-00001.bin", 1000, bytes([good[1000] ^ 1]))
     edit(prepared / "val-00000.bin", 0, b"?")
     out = run("books", main=verify.main, code=2)
-    assert "books is damaged:" in out and "Prepare it again: python -m data.prepare text" in out
+    remedy = f" --force --out {tmp_path}/out"
+    assert "books is damaged:" in out and f"again: {meta.prepare}{remedy}" in out
+    prepared.rename(tmp_path / "out/other")
+    assert f"{meta.prepare} --force --name other --out {tmp_path}/out" in run(
+        "other", main=verify.main, code=2
+    )
+    (tmp_path / "out/other").rename(prepared)
     damaged = re.findall(r"(\S+): expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}", out)
     assert damaged == ["train-00001.bin", "val-00000.bin"]
     os.truncate(prepared / "train-00001.bin", 100)
@@ -415,13 +420,16 @@ def test_a_few_documents_are_cut_each(few, tmp_path, small_batches, many_workers
 
 
 def test_very_many_documents_are_not_cut(few, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(jsonl(f"text {i}" for i in range(1000)))
     args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction")
+    texts = [f"text {i}" for i in range(100)]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
     out = few(*args, 1e-5, code=2)
-    assert "none of 1,000 documents fell into validation at --val-fraction 1e-05" in out
+    assert "none of 100 documents fell into validation at --val-fraction 1e-05" in out
     assert not (tmp_path / "out").exists()  # nothing was tokenized
     few(*args, re.search(r"--val-fraction (\S+) makes about 10 of them validation", out)[1])
     assert 5 <= read_meta(tmp_path / "out/text").splits["val"].documents <= 20
+    (tmp_path / "in.jsonl").write_bytes(jsonl(texts[:99]))
+    assert "99 documents, too few to set some aside" in few(*args, 1e-5, "--force")
 
 
 @pytest.mark.parametrize(
@@ -642,7 +650,8 @@ def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", open_)
         out = run(*books, code=2)
-    assert "No space left on device" in out and "make room and start again to resume" in out
+    named = tmp_path / f"out/text.partial{f'/{name}' if name.endswith('json') else ''}"
+    assert f"No space left on device: '{named}'. What is done is kept: make room and start" in out
     assert not list((tmp_path / "out").rglob("*.tmp"))
     recorded = (tmp_path / "out/text.partial/progress.json").exists()
     assert recorded == (name not in ("train-00000.bin", "progress.json"))

@@ -21,7 +21,7 @@ from data import DataError
 from data.bins import check_dataset, read_meta
 from data.encode import Encoder
 from data.readers import read_documents
-from data.sources import local_inputs
+from data.sources import local_inputs, stdlib_inputs
 
 pytest_plugins = ["corpora"]  # its fixtures
 COMPRESS = {".gz": gzip.compress, ".zst": corpora.zstd, ".bz2": bz2.compress}
@@ -124,8 +124,15 @@ def test_a_folder_is_read_in_order_and_says_what_is_left(run, tmp_path):
     assert [file.name for file in local_inputs([source], any_text=True)[0]] == wanted
     # other corpora have files such as scripts beside their text
     assert [file.name for file in local_inputs([source / "deep"])[0]] == below[:2]
-    named, _ = local_inputs([source / "README.md", source / ".f.txt"])
+    named, _ = local_inputs([source / "more/README.md", source / ".f.txt"])
     assert [file.name for file in named] == ["README.md", ".f.txt"]
+
+
+def test_modules_of_the_standard_library(tmp_path, monkeypatch):
+    files = ["b/c.PY", "a.py", "test/d.py", "b/tests/c/e.py", "site-packages/f.py", "b/g.txt"]
+    corpora.write_tree(tmp_path / "lib", dict.fromkeys(files, b"x"))
+    monkeypatch.setattr("sysconfig.get_path", {"stdlib": str(tmp_path / "lib")}.get)
+    assert [file.name for file in stdlib_inputs()] == ["a.py", "b/c.PY"]
 
 
 def test_paths_that_cannot_be_read(run, tmp_path):
@@ -163,7 +170,8 @@ BAD_DOCUMENTS = {  # a line of JSON lines, or another file: what is said of it
     b'{"text": 3.5}': "has no text in field 'text' but 3.5: choose another --text-field",
     b'{"text": ["a", "b"]}': r"has no text in field 'text' but \['a', 'b'\]",
     b'{"text": true}': "has no text in field 'text' but True",
-    b'{"text": "\xe9"}': "is not UTF-8 at byte 10: .*iconv",
+    b'{"text": "\xe9"}': "is not UTF-8 at byte 10: .*iconv -f ENCODING -t UTF-8",
+    '{"text": "a"}'.encode("utf-16"): "is not UTF-8 at byte 0: .*iconv -f UTF-16 -t UTF-8",
 }
 
 

@@ -35,6 +35,7 @@ from runtime.parallel import (
     warm_up_ddp_buckets,
     without_parameters,
 )
+from runtime.updates import measure_norm
 
 N_PASS = 2  # micro-batches of a step, a row of each rank
 CPU = torch.device("cpu")
@@ -177,7 +178,12 @@ def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, na
         report["gradients"] = {
             key: full_tensor(p.grad).clone() for key, p in own.named_parameters()
         }
-        step_of(build_optimizer(own, optim))
+        optimizer = build_optimizer(own, optim)
+        report["norm"] = measure_norm([p.grad for p in optimizer.parameters]).item()
+        step_of(optimizer)
+        states = [state for part in optimizer.parts for state in part.state.values()]
+        moments = [local_part(s[name]) for s in states for name in s if name != "step"]
+        report["moments"] = sum(moment.numel() for moment in moments)
         gathered = gather_model(own)
         assert gathered.document_token == 256 and not gathered.head.requires_grad
         report["weights"] = gathered.state_dict()
@@ -185,7 +191,9 @@ def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, na
 
     reports = run_ranks(n_rank, act, local_size)
     assert sum(report["loss"] for report in reports) / n_rank == pytest.approx(loss)
+    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
     for report in reports:
+        assert report["norm"] == pytest.approx(norm)
         assert_equal(report["gradients"], gradients, 1e-9)
         # Muon's directions are computed in less than float64
         assert_equal(report["weights"], dict(model.state_dict()), 1e-9 if name == "adamw" else 1e-5)
@@ -195,10 +203,13 @@ def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, na
     expert_shards = max(n_shard, n_shared) if n_shared > 1 else n_shard
     held = sum(report["held"] for report in reports) / n_rank
     assert held == pytest.approx((total - experts) / n_shard + experts / expert_shards, rel=0.01)
-    train = Train(expert_parallel=n_shared, dtype="float32")
+    settings = Config(
+        model=model.config, optim=optim, train=Train(expert_parallel=n_shared, dtype="float32")
+    )
     shapes = {key: p.shape for key, p in model.named_parameters()}
-    planned = estimate_memory(Config(model=model.config, train=train), shapes, way, n_shard)
-    assert planned.weights == 4 * max(report["held"] for report in reports)
+    planned = estimate_memory(settings, shapes, way, n_shard)
+    assert planned.weights == planned.gradients == 4 * max(report["held"] for report in reports)
+    assert planned.optimizer == 4 * max(report["moments"] for report in reports)
     if way == "hsdp":  # a node's ranks hold parts, and its equals on other nodes the same
         parts = [report["part"] for report in reports]
         assert torch.equal(parts[0], parts[2]) and not torch.equal(parts[0], parts[1])

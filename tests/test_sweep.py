@@ -160,11 +160,20 @@ def test_the_quickstart_reports_the_folders_of_its_sweep(tmp_path):
         '#!/bin/sh\necho "$*" >> notes\ncase "$*" in *--dry-run)\n'
         'echo "2 points, 2 finished"\n'
         'echo "[1/2] finished already: runs/quickstart-dense"\n'
-        'echo "[2/2] finished already: runs/quickstart-kern-lr0.1";;\nesac\n'
+        'echo "[2/2] finished already: runs/quickstart-kern-lr0.1";;\n'
+        '*scripts.report*) echo "a table"; echo "report: runs/page.html";;\nesac\n'
     )
     python.chmod(0o755)
     environment = dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    subprocess.run(["bash", scripts / "quickstart.sh"], cwd=tmp_path, env=environment, check=True)
+    command = ["bash", scripts / "quickstart.sh"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert "\na table\nreport: runs/page.html\n" in done.stdout
+    last = (
+        "The curves are in runs/page.html. The commands above work after: source .venv/bin/activate"
+    )
+    assert done.stdout.endswith(f"\n{last}\n")
     notes = (tmp_path / "notes").read_text()
     assert "scripts.report runs/quickstart-dense runs/quickstart-kern-lr0.1\n" in notes
     assert "scripts.sample runs/quickstart-kern-lr0.1 --prompt" in notes
@@ -182,6 +191,15 @@ def test_the_quickstart_reports_the_folders_of_its_sweep(tmp_path):
 def test_sweep_refuses_bad_input(sweep_file, call, words, says):
     assert says in call(sweep.main, sweep_file, *words, code=2)
     assert "one config file is needed, found none" in call(sweep.main, code=2)
+
+
+def test_a_slurm_script_has_no_name_with_a_newline(sweep_file, tmp_path, call):
+    odd = sweep_file.with_name("a\nb.toml")
+    shutil.copy(sweep_file, odd)
+    for file, script in ((odd, tmp_path / "x"), (sweep_file, tmp_path / "x\ny")):
+        said = call(sweep.main, file, "--slurm", script, code=2)
+        assert "has a newline" in said and "\\n" in said and said.count("\n") == 1
+        assert not script.exists()
 
 
 def test_missing_data_and_trunks_are_found_before_the_first_point_starts(

@@ -1,13 +1,16 @@
 """What people bring: tokenizer.json of every kind against AutoTokenizer, and what one loses."""
 
 import json
+import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import documents_of, jsonl, split_of, write_tree
+from corpora import documents_of, jsonl, write_tree
 from hypothesis import given
 from hypothesis import strategies as st
+from test_hf_open_moe import OURS, SHAPE
 from tokenizers import (
     Regex,
     Tokenizer,
@@ -18,21 +21,31 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import AutoConfig, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+)
 
+import train
 from data import DataError, prepare
-from data.bins import open_tokens, read_meta
-from data.round_trip import Loss, count_changes, show_difference
-from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, token_bytes
+from data.bins import read_meta
+from data.round_trip import Loss, check_loss, count_changes, show_difference
+from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, open_tokenizer, token_bytes
 from data.verify import main as verify
 from eval.val_loss import list_byte_counts, open_text
+from hf.export import export
 from hf.formats import FORMATS
+from hf.init_from import read_initial_weights
 from hf.tokenizer_files import write_tokenizer
 from runtime import RunError, check_is_run
+from runtime.folder import path_of
 
 pytest_plugins = ["corpora"]  # its fixtures
 END = "<|end|>"
 SPECIALS = ["<unk>", END, "</s>"]
+PADDING = {"byte level": "[PAD]", "strange": "<|padding|>"}  # of these kinds
 SCRIPTS = [
     "The quick brown fox",
     "Straße über naïve",
@@ -54,6 +67,8 @@ def build(kind: str) -> Tokenizer:
         made.decoder = decoders.ByteLevel()
         if kind != "no alphabet":
             train["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+        if kind in PADDING:
+            train["special_tokens"] = [*SPECIALS, PADDING[kind]]
         trainer = trainers.BpeTrainer(**train)
     elif kind == "Metaspace":
         made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -82,6 +97,10 @@ def build(kind: str) -> Tokenizer:
         made.pre_tokenizer = pre_tokenizers.Metaspace()
         made.decoder = decoders.Metaspace()
         trainer = trainers.UnigramTrainer(**train, unk_token="<unk>")
+    elif kind == "WordLevel":
+        made = Tokenizer(models.WordLevel(unk_token="<unk>"))
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        trainer = trainers.WordLevelTrainer(**train)
     else:
         made = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
         made.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
@@ -104,6 +123,7 @@ KINDS = [
     "</w>",
     "no alphabet",
     "strange",
+    "WordLevel",
 ]
 
 
@@ -115,8 +135,8 @@ def write_folder(folder: Path, kind: str) -> Path:
     body = json.loads(made.to_str())
     files = {"tokenizer.json": body, "config.json": {"eos_token_id": made.token_to_id(END)}}
     if kind == "strange":
-        # seven ids are of no token; an added token is in the vocabulary, as text; the end is not
-        # special, as in some chat models
+        # seven ids are of no token; an added token is in the vocabulary, as text; the end and one
+        # called padding are not special, as in some chat models
         vocabulary = body["model"]["vocab"]
         for token, i in vocabulary.items():
             vocabulary[token] = i + 7 if i >= 300 else i
@@ -124,7 +144,8 @@ def write_folder(folder: Path, kind: str) -> Path:
         longest = max(letters, key=len)
         added = {"id": vocabulary[longest], "content": longest, "special": False}
         body["added_tokens"].append(body["added_tokens"][1] | added)
-        body["added_tokens"][1]["special"] = False
+        for token in body["added_tokens"]:
+            token["special"] = token["content"] not in (END, PADDING[kind], longest)
         del files["config.json"]
         files["tokenizer_config.json"] = {"eos_token": {"__type": "AddedToken", "content": END}}
     return write_tree(
@@ -218,7 +239,7 @@ def test_the_end_of_a_document(folders, tmp_path, number, token, wanted):
 
 # what is lost
 # spaces between Japanese characters; characters outside the alphabet; white space becomes a space
-LOSSY = ["WordPiece", "no alphabet", "</w>"]
+LOSSY = ["WordPiece", "no alphabet", "</w>", "WordLevel"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,13 +256,30 @@ def test_the_table_of_kinds(run, folders, tmp_path, kind):
         assert "differs" not in run(*args)
         read = documents_of(tmp_path / "out/text")
         assert sorted(read["train"] + read["val"]) == sorted(MIXED)
-    tokens = open_tokens(tmp_path / "out/text", "train")
-    ids = tokens.read(0, len(tokens))
-    wanted = []
-    theirs = AutoTokenizer.from_pretrained(folders[kind])
-    for text in split_of(MIXED, 0.3)["train"]:
-        wanted += [*theirs(text, add_special_tokens=False)["input_ids"], tokens.eot]
-    assert ids.tolist() == wanted
+
+
+MARKS = ["हिन्दी में लिखा", "كِتَابٌ", "tiếng Việt", "שָׁלוֹם", "ภาษาไทยที่นี่", "ガギグゲゴ"]
+TAKE_AWAY = [  # a normaliser, and texts of scripts in which it changes the meaning
+    ([normalizers.NFD(), normalizers.StripAccents()], MARKS),
+    ([normalizers.BertNormalizer(lowercase=False, strip_accents=True)], MARKS),
+    ([normalizers.Lowercase()], ["İstanbul", "ΑΒΓ", "ПРИВЕТ"]),
+    ([normalizers.NFKC()], ["x² ≠ x₂", "ﬁ ①", "ｶﾞ", "ﷺ"]),
+    ([normalizers.Replace("\u200d", ""), normalizers.Replace("\u200c", "")], ["👩‍👩‍👧", "می‌خواهم"]),
+]
+
+
+@pytest.mark.parametrize(("parts", "texts"), TAKE_AWAY, ids=range(len(TAKE_AWAY)))
+def test_what_a_normaliser_takes_away_is_a_loss(parts, texts):
+    made = build("byte level")
+    made.normalizer = normalizers.Sequence(parts)
+    own = FileTokenizer("normaliser", made.to_str().encode(), 1)
+    for text in texts:
+        loss = Loss()
+        loss.compare(own, f"{'plain ' * 30}{text}", "here")
+        kept = Counter(made.normalizer.normalize_str(text))
+        assert loss.counts["lost"] >= (Counter(text) - kept).total() > 0
+        with pytest.raises(DataError, match="differs for 1 of 1 documents.*--allow-loss"):
+            check_loss(own, loss.counts, loss.example)
 
 
 class NoDigits(ByteTokenizer):
@@ -351,7 +389,7 @@ def test_bytes_of_the_tokens_of_a_set(folders, kind):
         texts = [*texts, *MIXED[:30], "a \u2603\U0001d11e b"]  # whose bytes may be tokens
     for text in texts:
         ids = own.encode(text)
-        if kind in ("WordPiece", "</w>"):
+        if kind in ("WordPiece", "</w>", "WordLevel"):
             assert counts[ids].sum() == 0
         elif own.unk not in ids:
             assert counts[ids].sum() == len(text.encode()) + (kind in ("Metaspace", "Unigram"))
@@ -370,6 +408,61 @@ def test_an_export_has_a_tokenizer_that_neither_cuts_nor_pads_nor_drops(folders,
         assert theirs(text)["input_ids"] == plain.encode(text).ids == own.encode(text)
     ids = theirs(f"a {END} b", split_special_tokens=True)["input_ids"]
     assert ids == own.encode(f"a {END} b")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_of_each_kind_has_padding_and_comes_back(
+    run, folders, tmp_path, tiny, call, kind
+):
+    """Its padding is a token that no text has. Runs start from it if the ids are the same."""
+    source = write_tree(tmp_path / "in", {"a.jsonl": jsonl(MIXED)})
+    run(
+        "text",
+        "--source",
+        source,
+        "--tokenizer",
+        folders[kind],
+        "--val-fraction",
+        0.3,
+        "--allow-loss",
+    )
+    own = open_tokenizer(tmp_path / "out/text")
+    settings = [f"data.dir={tmp_path / 'out'}", "data.name=text", "train.max_steps=1"]
+    settings += ["eval.windows=2", f"model.vocab_size={own.vocab_size + 7}", *SHAPE, *OURS["olmoe"]]
+    config = tiny(*settings)
+    train.train(config)
+    out = tmp_path / "export"
+    assert "note: " not in call(export.main, path_of(config), out, "--check")
+    theirs = AutoTokenizer.from_pretrained(out)
+    padding = theirs.pad_token_id
+    for text in MIXED:
+        ids = own.encode(text)
+        assert theirs.encode(text) == ids and padding not in ids
+    others = {"byte level": "[PAD]", "strange": f"<|padding {padding}|>"}
+    assert theirs.pad_token == others.get(kind, "<|padding|>")
+    assert (padding < own.vocab_size) == (kind == "byte level") and padding != own.eot
+    model = AutoModelForCausalLM.from_pretrained(out)
+    for settings_of in (model.config, model.generation_config):
+        ids = (settings_of.bos_token_id, settings_of.eos_token_id, settings_of.pad_token_id)
+        assert ids == (own.eot, own.eot, padding)
+    collate = DataCollatorForLanguageModeling(theirs, mlm=False)
+    end = theirs.eos_token
+    labels = collate([theirs(f"fox {end}"), theirs(f"quick brown fox is it {end}")])["labels"]
+    assert (labels == own.eot).any(1).all()  # the true ends are learned
+    again = tiny(*settings, "run.name=again", f"train.init_from={out}")
+    read_initial_weights(again)
+    body = json.loads((out / "tokenizer.json").read_text())
+    vocab = body["model"]["vocab"]
+    if isinstance(vocab, list):
+        vocab[-1], vocab[-2] = vocab[-2:]
+    else:
+        one, two = [*vocab][-3:-1]
+        vocab[one], vocab[two] = vocab[two], vocab[one]
+    (out / "tokenizer.json").write_text(json.dumps(body))
+    with pytest.raises(RunError, match="its tokenizer is one whose id of"):
+        read_initial_weights(again)
+    shutil.copy(folders[kind] / "tokenizer.json", out)  # as another project has it
+    read_initial_weights(again)
 
 
 @pytest.mark.parametrize("name", ["olmoe", "mixtral", "qwen3_moe"])

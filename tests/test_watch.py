@@ -125,6 +125,13 @@ def test_a_lock_that_cannot_be_asked_for_is_unknown(make_run, monkeypatch):
     assert Run(folder).status.state == "unknown"
 
 
+def test_a_run_that_saved_after_its_last_log_is_at_the_checkpoint(make_run):
+    folder = make_run(lines=LOG)
+    for step, shown in ((7, 10), (18, 18)):
+        fake_runs.add_checkpoint(folder, step)
+        assert describe_run(Run(folder))["step"].startswith(f"{shown} of 100 ")
+
+
 def test_watching_keeps_no_run_from_its_lock(make_run):
     """A thread asks all the time; the run takes its lock, and another process does not."""
     folder = make_run("one")

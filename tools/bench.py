@@ -16,6 +16,9 @@ A list for a key makes alternatives, and so does an axis of the file; of several
 line, and the exit code is 1.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m tools.bench")
+
 import json
 import platform
 import shlex

@@ -8,6 +8,9 @@ only while no token is undecided between two experts: with this seed the last on
 least 5e-6 (relative) above the first left.
 """
 
+if not __package__:
+    raise SystemExit("error: start it in the checkout's root as python -m tools.golden")
+
 import io
 import json
 import math

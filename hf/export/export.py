@@ -5,7 +5,7 @@
     model = AutoModelForCausalLM.from_pretrained("OUT", trust_remote_code=True)
 
 OUT holds model.safetensors (above 5 GB several files and an index), config.json,
-generation_config.json, the tokenizer's files, README.md (a model card) and config.toml (the run's
+generation_config.json, the tokenizer's files, README.md (a model card) and settings.toml (the run's
 settings). A dense model with learned positions is written as a GPT-2, a mixture that OLMoE,
 Qwen3-MoE or Mixtral computes as one of these, any other with the code it needs. The exit code of
 --check is 1 if something differs.
@@ -33,7 +33,7 @@ from configure.schema import Model
 from data.tokenizer import Tokenizer, token_bytes
 from eval.trained import Trained, add_run_arguments, load_run
 from hf.formats import FORMATS, OPEN_MOES
-from hf.tokenizer_files import write_json, write_tokenizer
+from hf.tokenizer_files import choose_padding, write_json, write_tokenizer
 from hf.weight_files import DIGEST, INDEX, ONE_FILE, hash_tensors, read_tensors
 from model import GPT
 from router import find_spec
@@ -116,9 +116,9 @@ def export_run(
     biases = [weights[name] for name in weights if name.endswith("selection_bias")]
     form = choose_form(model, any(bias.any() for bias in biases))
 
-    ids = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos")} | {"pad_token_id": None}
-    if model.vocab_size > tokenizer.vocab_size:
-        ids["pad_token_id"] = tokenizer.vocab_size
+    ids: dict[str, int | None] = {}
+    ids["bos_token_id"] = ids["eos_token_id"] = tokenizer.eot
+    ids["pad_token_id"] = choose_padding(tokenizer, model.vocab_size)
     config = {
         "architectures": [FORMATS[form].architecture],
         "model_type": form,
@@ -144,7 +144,8 @@ def export_run(
             write_json(folder / "generation_config.json", generation)
             write_weights(round_weights(weights, DTYPES[dtype], form), folder, form, model)
             write_tokenizer(tokenizer, folder, model.block_size, ids["pad_token_id"])
-            shutil.copy(trained.folder / "config.toml", folder)
+            # not config.toml, which makes a folder a run
+            shutil.copy(trained.folder / "config.toml", folder / "settings.toml")
             if form == "nanokern":
                 for name, source in CODE.items():
                     shutil.copyfile(REPO_ROOT / source, folder / name)
@@ -327,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trained, tokenizer = load_run(args.run, args.step, args.ema, lazy=True)
     export_run(trained, tokenizer, args.out, args.dtype)
     print(f"{args.out}: {args.run} at step {trained.step}")
-    if trained.config.model.vocab_size == tokenizer.vocab_size:
+    if choose_padding(tokenizer, trained.config.model.vocab_size) is None:
         print(NO_PADDING)
     if args.check:
         return check_export(trained, tokenizer, args.out)
