@@ -259,7 +259,13 @@ def train(
                 Reporter(plan, state, ranks) if ranks.rank == 0 else SilentReporter()
             )
         saver = stack.enter_context(
-            Saver(plan.run.checkpoint_folder, ranks, state.compute.sharded, config.train)
+            Saver(
+                plan.run.checkpoint_folder,
+                ranks,
+                state.compute.sharded,
+                config.train,
+                plan.run.identity,
+            )
         )
         rank_batches = RankBatches(
             plan.data.loader, plan.accumulation, config.train.micro_batch_size, ranks

@@ -33,7 +33,6 @@ def key(
     validation_text: bool = False,
     fixed_by_weights: bool = False,
     exported: bool = False,
-    outside_model: bool = False,
     chooses: bool = False,
     other_names: str = "",
     choices: Sequence[str] = (),
@@ -58,7 +57,6 @@ def key(
         validation_text: losses of runs can be paired only if they have the same value.
         fixed_by_weights: initial weights (train.init_from) need the value that they had.
         exported: config.json of exports has it under its own name or transformers'.
-        outside_model: it shapes what the model computes, though it is no key of [model].
         chooses: it sets which experts a token takes.
         other_names: what other projects call it, separated by spaces.
         choices: allowed values of a text that also has other values.
@@ -74,7 +72,6 @@ def key(
         "validation_text": validation_text,
         "fixed_by_weights": fixed_by_weights,
         "exported": exported,
-        "outside_model": outside_model,
         "chooses": chooses,
         "other_names": other_names,
     }
@@ -401,9 +398,7 @@ class Data(Section):
         label="first",
         validation_text=True,
     )
-    document_mask: bool = key(
-        False, "attention and positions restart at each document of a window", outside_model=True
-    )
+    document_mask: bool = key(False, "attention and positions restart at each document of a window")
 
     @property
     def sets(self) -> dict[str, float]:

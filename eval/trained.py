@@ -23,7 +23,7 @@ from model import GPT
 from runtime import RunError, checkpoint
 from runtime.checkpoint import LazyTensors
 from runtime.parallel import without_parameters
-from runtime.runs import Run, check_model_settings
+from runtime.runs import Run, check_settings
 
 
 class Trained(NamedTuple):
@@ -106,7 +106,7 @@ def load_model(
     with without_parameters() if lazy else nullcontext():
         model = GPT(config.model).eval().requires_grad_(False)
     weights, metadata = checkpoint.open_weights(run.checkpoint_folder, step, model, ema)
-    check_model_settings(config, metadata, checkpoint.folder_of(run.checkpoint_folder, step))
+    check_settings(config, metadata, checkpoint.folder_of(run.checkpoint_folder, step))
     if not lazy:
         for name, tensor in model.state_dict().items():
             tensor.copy_(weights[name])

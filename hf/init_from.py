@@ -34,7 +34,7 @@ from router import Router
 from runtime import RankError, RunError, distributed, folder
 from runtime.checkpoint import LazyTensors, open_weights
 from runtime.parallel import copy_shard
-from runtime.runs import Run, check_model_settings
+from runtime.runs import Run, check_settings
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -253,7 +253,7 @@ def _read_run(place: Path, data: Path) -> Source:
     with torch.device("meta"):
         shapes = GPT(run.config.model)
     state, metadata = open_weights(run.checkpoint_folder, run.last_step, shapes)
-    check_model_settings(run.config, metadata, place)
+    check_settings(run.config, metadata, place)
     meta = read_meta(data)
     if metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
         raise _wrong_tokenizer("another", data, meta)

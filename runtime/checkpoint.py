@@ -42,6 +42,7 @@ from common.files import check_regular, sync_folder, write_atomic
 from configure.schema import Train
 from runtime import RankError, RunError, describe_write_errors, distributed
 from runtime.distributed import Ranks
+from runtime.identity import Identity
 from runtime.runs import (
     MANIFEST,
     DamagedError,
@@ -72,7 +73,14 @@ class Saver(AbstractContextManager["Saver"]):
     A save may be slow. One that lasts LONGEST_SAVE · train.timeout_minutes ends the run.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, sharded: bool, train: Train) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        sharded: bool,
+        train: Train,
+        identity: Identity | None = None,
+    ) -> None:
         """Prepare to save.
 
         Args:
@@ -80,7 +88,9 @@ class Saver(AbstractContextManager["Saver"]):
             ranks: this rank and the others.
             sharded: each rank writes its part of the tensors; otherwise rank 0 writes them alone.
             train: which checkpoints stay (keep_checkpoints, keep_steps).
+            identity: of the run's folder, which is compared before each change, on rank 0.
         """
+        self.identity = identity
         self.folder = folder
         self.ranks = ranks
         self.limit = 60 * LONGEST_SAVE * train.timeout_minutes  # seconds of a save
@@ -222,15 +232,24 @@ class Saver(AbstractContextManager["Saver"]):
             files = self._on_each_writer(self._hash_own_files, temporary)
             self._on_each_writer(self._publish, step, path, files, metadata)
         except (Exception, CheckpointException) as error:
-            if self.first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            self.failure = RunError(
-                f"{path}: the checkpoint could not be written ({_last_line(error)}). Older ones "
-                "are intact. Make room on the disk and start the run again"
-            )
+            self.failure = self._give_up(path, error)
+
+    def _give_up(self, path: Path, error: BaseException) -> RunError:
+        """Remove what there is of a checkpoint that `error` has ended; returns the run's error."""
+        try:
+            self._check_folder()
+        except RunError as moved:  # a cause of other errors, too
+            return moved
+        if self.first:
+            shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)
+        return RunError(
+            f"{path}: the checkpoint could not be written ({_last_line(error)}). Older ones are "
+            "intact. Make room on the disk and start the run again"
+        )
 
     def _make_folder(self, folder: Path) -> None:
         if self.first:
+            self._check_folder()
             shutil.rmtree(folder, ignore_errors=True)  # what a start could not remove
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -255,26 +274,33 @@ class Saver(AbstractContextManager["Saver"]):
         temporary = path.with_suffix(".tmp")
         # "facts" is the key since the first version, so that old checkpoints stay readable.
         manifest = format_manifest({"step": step, "files": entries, "facts": metadata})
+        self._check_folder()
         write_atomic(temporary / MANIFEST, manifest, durable=True)
         os.replace(temporary, path)
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
         for old in steps(self.folder)[: -self.keep]:
             if old not in self.keep_steps:
+                self._check_folder()
                 remove_checkpoint(folder_of(self.folder, old))
+
+    def _check_folder(self) -> None:
+        """Raise RunError if the folder at the run's path is no longer its own."""
+        if self.identity:
+            self.identity.check()
 
     def _on_each_writer(self, action: Callable[..., Any], *arguments: Any) -> list:
         """Call `action` on each rank that writes; returns the results of all.
 
-        Raises OSError on all of them if one did.
+        Raises OSError or RunError on all of them if one did.
         """
         try:
             outcome = action(*arguments)
-        except OSError as error:
+        except (OSError, RunError) as error:
             outcome = error
         outcomes = distributed.gather(outcome, self.writers)
         for fault in outcomes:
-            if isinstance(fault, OSError):
+            if isinstance(fault, OSError | RunError):
                 raise fault
         return outcomes
 

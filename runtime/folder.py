@@ -25,7 +25,9 @@ from configure import Config
 from configure.schema import replace, select_keys
 from runtime import FAILURE_FILE, RunError, Stopped, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
-from runtime.runs import Run, check_model_settings
+from runtime.identity import RUN_ID, Identity, read_id, write_id
+from runtime.metrics import copy_arrays
+from runtime.runs import Run, check_settings, list_kept_keys
 
 MAX_SUFFIX = 40  # characters in a folder's name that say how its config differs; not measured
 
@@ -38,19 +40,22 @@ def path_of(config: Config) -> Path:
 def refused_changes(old: Config, new: Config, more: Iterable[str] = ()) -> list[str]:
     """Lines `key: old -> new` of settings that must not change.
 
-    All keys must not change except the schema's "resume" keys and `more`.
+    They are the kept keys, but for `more`.
     """
-    allowed = set(select_keys("resume")) | set(more)
-    if new.train.balance_loss_coef > 0 and new.train.balance_loss_scope == "micro_batch":
-        allowed.discard("train.micro_batch_size")  # the loss depends on it
-    return [line for line in configure.differences(old, new) if line.split(":")[0] not in allowed]
+    kept = set(list_kept_keys(new)) - set(more)
+    return [line for line in configure.differences(old, new) if line.split(":")[0] in kept]
 
 
 class RunFolder(Run):
     """The folder of a run that this process may train.
 
     Only `claim` and `write_config` change the folder.
+
+    Attributes:
+        identity: of the claimed folder, on rank 0; None before and elsewhere.
     """
+
+    identity: Identity | None = None
 
     @cached_property
     def recorded(self) -> Config | None:
@@ -133,7 +138,7 @@ class RunFolder(Run):
             except checkpoint.DamagedError as error:
                 warnings += f"warning: {error}\n"
                 continue
-            check_model_settings(config, metadata, path)
+            check_settings(self.keep_recorded(config), metadata, path)
             return f"{warnings}{self}: finished already, {self.describe_result(step)}"
         return None
 
@@ -191,6 +196,8 @@ class RunFolder(Run):
                 failure = self.path / FAILURE_FILE
                 earlier = failure.read_bytes() if failure.is_file() else b""
                 failure.unlink(missing_ok=True)
+                run_id = read_id(self.path) or write_id(self.path, self.metadata.get(RUN_ID, ""))
+                self.identity = Identity(self.path, run_id, self.path.stat().st_ino)
             checkpoint.remove_partial_saves(self.checkpoint_folder)
             metrics = self.path / "metrics.jsonl"
             size = metrics.stat().st_size if metrics.is_file() else 0
@@ -203,7 +210,8 @@ class RunFolder(Run):
                 text = f"{reason}\n".encode(errors="replace")
                 if not metrics.is_file() or metrics.stat().st_size == size:
                     text = earlier  # a start that was refused leaves the run as it was
-                with suppress(OSError):  # must not hide the error that ends the run
+                with suppress(OSError, RunError):  # must not hide the error that ends the run
+                    self.identity.check()
                     if text:
                         write_atomic(failure, text)
                 raise
@@ -289,7 +297,7 @@ class Branch(NamedTuple):
     step: int
 
     def read_metadata(self, ranks: Ranks) -> dict[str, Any]:
-        """The metadata of the trunk's checkpoint, without its wandb run.
+        """The metadata of the trunk's checkpoint, without its wandb run and its id.
 
         Raises RunError if it is damaged or missing.
         """
@@ -300,20 +308,18 @@ class Branch(NamedTuple):
             raise RunError(
                 f"{error}; restore a copy of {path}, or set another train.branch_step"
             ) from None
-        return {key: value for key, value in metadata.items() if key != "wandb"}
+        return {key: value for key, value in metadata.items() if key not in ("wandb", RUN_ID)}
 
-    def copy_metrics(self, own: Path) -> None:
-        """Start the metrics of the run in `own` with the trunk's up to the step.
+    def copy_metrics(self, own: Path, run_id: str) -> None:
+        """Start the metrics of the run in `own`, of id `run_id`, with the trunk's up to the step.
 
-        Raises RunError if it cannot write.
+        Raises RunError if it cannot write, or an array file of the trunk is damaged.
         """
-        arrays = self.trunk.path / "arrays"
         lines = [line for line in self.trunk.metrics if line["step"] <= self.step]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         with describe_write_errors(own):
             shutil.rmtree(own / "arrays", ignore_errors=True)  # of a start without a checkpoint
-            if arrays.is_dir():  # a file ends at each checkpoint; `Metrics` removes later ones
-                shutil.copytree(arrays, own / "arrays")
+            copy_arrays(self.trunk.path, own, self.step, run_id)
             write_atomic(own / "metrics.jsonl", text, durable=True)
 
 

@@ -5,11 +5,15 @@ by window or by expert (ARRAYS), are in arrays/val_STEP.npz and arrays/router_ST
 np.load reads: `step` (n,) and each name (n, ...), for the n steps logged since the last such file,
 up to STEP. They are written at each evaluation and before each checkpoint. Older runs have the
 arrays in metrics.jsonl, as lists.
+
+The first line has the id of the run and no losses, and each file of arrays has the id
+(runtime.identity).
 """
 
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from operator import itemgetter
@@ -23,6 +27,7 @@ from tqdm import tqdm
 from common.files import write_atomic
 from common.text import first_line
 from runtime import RunError, describe_write_errors
+from runtime.identity import ID_FORM, RUN_ID, ForeignError, Identity, check_origin
 
 if TYPE_CHECKING:  # scripts.watch imports this module without torch
     from torch import Tensor
@@ -34,6 +39,8 @@ VALIDATION_ARRAYS = (
     "val/loads",  # (L, E) tokens
 )
 ARRAYS = (*VALIDATION_ARRAYS, "router/loads")  # the last: (L, E) tokens of a training step
+# the first line
+HEADER = re.compile(rf'{{"step": 0, "tokens": 0, "{RUN_ID}": "({ID_FORM})"}}\n'.encode())
 LARGEST = 2**63 - 1  # integer that a line may have: numpy's int64
 LIMIT = 8192  # lines of a kind that pages keep; pictures show 60 points
 
@@ -53,7 +60,13 @@ class Metrics:
     and no checkpoint is saved whose lines are lost.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int, tracker: Any = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        resume_step: int,
+        tracker: Any = None,
+        identity: Identity | None = None,
+    ) -> None:
         """Open the files of the run in `folder`.
 
         Drops lines and arrays after `resume_step`, which the resumed run will write again. With
@@ -64,6 +77,7 @@ class Metrics:
         self.old = Path(folder, "metrics.old.jsonl")
         self.arrays = Path(folder, "arrays")
         self.tracker = tracker
+        self.identity = identity
         self.pending_arrays: dict[str, dict[int, Line]] = {"val": {}, "router": {}}  # by step
         lines = read_metrics(self.path)
         kept = [line for line in lines if line["step"] <= resume_step]
@@ -81,7 +95,8 @@ class Metrics:
             for file in list_arrays(self.path):
                 if last_step_of(file) > resume_step:
                     file.unlink()
-            text = "".join(json.dumps(line) + "\n" for line in kept)
+            header = [{"step": 0, "tokens": 0, RUN_ID: identity.id}] if identity else []
+            text = "".join(json.dumps(line) + "\n" for line in [*header, *kept])
             write_atomic(self.path, text, durable=True)
             self.file = self.path.open("ab", buffering=0)
         self._call_tracker("recall", kept)
@@ -137,21 +152,13 @@ class Metrics:
     def _write_arrays(self) -> None:
         """Write the pending arrays; after a RunError they still wait."""
         for prefix, rows in self.pending_arrays.items():
-            if rows:
-                self._write_array_file(prefix, rows)
+            if not rows:
+                continue
+            if self.identity:
+                self.identity.check()
+            file = self.arrays / f"{prefix}_{max(rows):08}.npz"
+            save_arrays(file, rows, self.identity.id if self.identity else "")
             rows.clear()
-
-    def _write_array_file(self, prefix: str, rows: dict[int, Line]) -> None:
-        """Write the arrays of some steps to one file; RunError if that fails."""
-        arrays = {"step": np.array(list(rows))}
-        for name in next(iter(rows.values())):  # all have the same
-            arrays[name] = np.array([row[name] for row in rows.values()])
-        data = io.BytesIO()
-        np.savez_compressed(data, allow_pickle=False, **arrays)
-        file = self.arrays / f"{prefix}_{max(rows):08}.npz"
-        with describe_write_errors(file):
-            self.arrays.mkdir(exist_ok=True)
-            write_atomic(file, data.getvalue(), durable=True)
 
     def _call_tracker(self, method: str, *arguments: Any) -> None:
         """Call a method of the tracker; drop it if it fails."""
@@ -194,21 +201,29 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[Line]:
     with open_lines(path) as file:
         for number, text in enumerate(file, 1):
             line = _parse_line(text)
-            if line is None:
-                check_is_cut(path, number, text, file)
-            else:
+            if line is not None:
                 lines.append(line)
+            elif number > 1 or not HEADER.match(text):
+                check_is_cut(path, number, text, file)
     add_arrays(path, lines, arrays)
     return lines
 
 
 def open_lines(path: Path) -> BinaryIO:
-    """Open a metrics.jsonl; one that does not exist is empty."""
+    """Open a metrics.jsonl; one that does not exist is empty.
+
+    Raises ForeignError if its first line has the id of another run than its folder.
+    """
     if not path.exists():
         return io.BytesIO()
     if not path.is_file():  # opening a FIFO would wait for a process that writes to it
         raise RunError(f"{path} is not a regular file; remove it")
-    return path.open("rb")
+    file = path.open("rb")
+    header = HEADER.match(file.readline(100))
+    if header:
+        check_origin(path, header[1].decode(), path.parent)
+    file.seek(0)
+    return file
 
 
 def check_is_cut(path: Path, number: int, text: bytes, file: BinaryIO) -> None:
@@ -262,6 +277,8 @@ class History:
 
     def add(self, text: bytes) -> bool:
         """Add a line; False if it is broken. One that is not kept is not looked at inside."""
+        if not self.count and HEADER.match(text):
+            return True
         kinds = [kind for kind in (self.evaluations, self.logs) if kind.name in text]
         line: Line | None = {}
         if not kinds or any(kind.count % kind.stride == 0 for kind in kinds):
@@ -371,6 +388,28 @@ def last_step_of(file: Path) -> int:
     return int(file.stem[-8:])
 
 
+def save_arrays(file: Path, rows: dict[int, Line], run_id: str) -> None:
+    """Write the arrays of some steps to one file. Raises RunError if that fails."""
+    arrays = {"step": np.array(list(rows)), RUN_ID: np.array(run_id)}
+    for name in next(iter(rows.values())):  # all have the same
+        arrays[name] = np.array([row[name] for row in rows.values()])
+    data = io.BytesIO()
+    np.savez_compressed(data, allow_pickle=False, **arrays)
+    with describe_write_errors(file):
+        file.parent.mkdir(exist_ok=True)
+        write_atomic(file, data.getvalue(), durable=True)
+
+
+def copy_arrays(source: Path, target: Path, last_step: int, run_id: str) -> None:
+    """Copy arrays up to a step from the run in `source` to that in `target`, with its id.
+
+    A file ends at each checkpoint. Raises RunError if one is damaged or cannot be written.
+    """
+    for file in list_arrays(source / "metrics.jsonl"):
+        if last_step_of(file) <= last_step:
+            save_arrays(target / "arrays" / file.name, load_arrays(file, ARRAYS), run_id)
+
+
 def load_arrays(file: Path, names: Sequence[str]) -> dict[int, Line]:
     """{step: {name: array, as lists}} of a file of arrays, for those of `names` that it has.
 
@@ -381,11 +420,15 @@ def load_arrays(file: Path, names: Sequence[str]) -> dict[int, Line]:
         if not file.is_file():  # opening a FIFO would wait for a process that writes to it
             raise OSError("not a regular file")
         with np.load(file) as data:
+            if RUN_ID in data.files:
+                check_origin(file, str(data[RUN_ID]), file.absolute().parents[1])
             for step in data["step"]:
                 rows[int(step)] = {}
             for name in set(names) & set(data.files):
                 for row, array in zip(rows.values(), data[name], strict=True):
                     row[name] = array.tolist()
+    except ForeignError:
+        raise
     except Exception as error:  # numpy and zipfile raise many kinds
         raise RunError(
             f"{file} is damaged ({first_line(error)}); remove it: the run does without it"

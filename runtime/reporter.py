@@ -19,6 +19,7 @@ from configure import Config
 from kernels import choose_backend, find_triton_problem
 from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
+from runtime.identity import RUN_ID
 from runtime.memory import count_parameters, flops_per_token
 from runtime.metrics import Metrics
 from runtime.preflight import Plan
@@ -43,7 +44,7 @@ class Reporter(AbstractContextManager["Reporter"]):
     """Writes config.toml, metrics, the header to stdout and a progress bar to stderr.
 
     Attributes:
-        metadata: what a checkpoint needs: the id of its wandb run; empty without one.
+        metadata: what a checkpoint needs: the ids of the run and of its wandb run, if any.
     """
 
     def __init__(self, plan: Plan, state: TrainState, ranks: Ranks) -> None:
@@ -54,9 +55,11 @@ class Reporter(AbstractContextManager["Reporter"]):
         config = plan.config
         self.plan = plan
         self.ranks = ranks
+        identity = plan.run.identity
+        assert identity, "rank 0 has claimed the folder"
         plan.run.write_config(config)
         if plan.branch:
-            plan.branch.copy_metrics(plan.run.path)
+            plan.branch.copy_metrics(plan.run.path, identity.id)
         self.flops = flops_per_token(config.model)
         self.peak = distributed.peak_flops(plan.device, plan.dtype)
         total, active = count_parameters(config.model)
@@ -67,8 +70,10 @@ class Reporter(AbstractContextManager["Reporter"]):
         tags += [format_millions(total), f"{format_millions(active)} active"]
         resume_step = state.step or -1
         tracker = start_wandb(config, plan.run.path, state.metadata.get("wandb"), tags)
-        self.metadata = {"wandb": tracker.id} if tracker else {}
-        self.metrics = Metrics(plan.run.path, resume_step, tracker)
+        self.metadata = {RUN_ID: identity.id}
+        if tracker:
+            self.metadata["wandb"] = tracker.id
+        self.metrics = Metrics(plan.run.path, resume_step, tracker, identity)
         self.bar = progress_bar(
             every=10,
             desc=config.run.name,

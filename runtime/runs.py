@@ -20,8 +20,9 @@ import configure
 from common.files import check_regular, is_locked
 from common.text import escape_controls
 from configure import Config
-from configure.schema import KEYS, Mix, has_effect, select_keys
+from configure.schema import KEYS, Mix, has_effect
 from runtime import FAILURE_FILE, RunError, check_is_run
+from runtime.identity import RUN_ID, check_origin
 from runtime.metrics import History, Line, add_arrays, read_metrics
 
 # ---- checkpoints: where they are, and manifest.json
@@ -53,6 +54,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: it is missing, unreadable or changed.
+        ForeignError: the checkpoint is in the folder of another run.
     """
     file = Path(path, MANIFEST)
     body = {}
@@ -70,6 +72,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         intact = False
     if not intact:
         raise DamagedError(f"{file}: damaged, checksum mismatch")
+    check_origin(path, body["facts"].get(RUN_ID, ""), path.absolute().parents[1])
     return body
 
 
@@ -79,39 +82,39 @@ def format_manifest(body: dict[str, Any]) -> str:
     return json.dumps({"sha256": digest, "body": body}, indent=1) + "\n"
 
 
-# ---- the settings that shape what a model computes: without them its weights mean nothing
-SETTINGS = "model_settings"  # key of a checkpoint's metadata; older ones lack it
+# ---- the settings that a run keeps: a checkpoint has them, too
+SETTINGS = "settings"  # key of a checkpoint's metadata
+OLD_SETTINGS = "model_settings"  # that of older ones, with those of the model alone; or neither
 
 
-def list_model_keys() -> list[str]:
-    """The keys that shape the model's function, dotted."""
-    keys = [
-        key
-        for key, schema in KEYS.items()
-        if key.startswith("model.") and schema["report"] != "neutral"
-    ]
-    return [*keys, *select_keys("outside_model")]
+def list_kept_keys(config: Config) -> list[str]:
+    """The keys whose values a run keeps for all its steps, dotted."""
+    keys = [key for key, schema in KEYS.items() if not schema["resume"]]
+    train = config.train
+    if train.balance_loss_coef > 0 and train.balance_loss_scope == "micro_batch":
+        keys.append("train.micro_batch_size")  # the loss depends on it
+    return keys
 
 
-def describe_model_settings(config: Config) -> dict[str, dict[str, Any]]:
+def describe_settings(config: Config) -> dict[str, dict[str, Any]]:
     """The metadata that ties a checkpoint to its config."""
-    return {SETTINGS: {key: attrgetter(key)(config) for key in list_model_keys()}}
+    return {SETTINGS: {key: attrgetter(key)(config) for key in list_kept_keys(config)}}
 
 
-def check_model_settings(config: Config, metadata: dict[str, Any], path: Path) -> None:
+def check_settings(
+    config: Config, metadata: dict[str, Any], path: Path, changed: Iterable[str] = ()
+) -> None:
     """Compare a config with the metadata of the checkpoint `path`.
 
-    Raises RunError if a key has another value than the weights were trained with. A checkpoint that
-    is older than a key knows nothing of it.
+    Raises RunError if a key, but for those in `changed`, has another value than the weights were
+    trained with. A checkpoint that is older than a key knows nothing of it.
     """
-    recorded = metadata.get(SETTINGS)
-    if not isinstance(recorded, dict):
-        return
+    recorded = metadata.get(SETTINGS, metadata.get(OLD_SETTINGS, {}))
     changes = []
-    for key in list_model_keys():
+    for key in list_kept_keys(config):
         now = attrgetter(key)(config)
         then = recorded.get(key, now)
-        if then != now:
+        if then != now and key not in changed:
             changes.append(f"{key}: {then!r} in the checkpoint, {now!r} in the config")
     if changes:
         differences = "\n  ".join(changes)
@@ -162,7 +165,7 @@ class Run:
             ValueError: the folder is not a run, a file is broken, or the config is not that of the
                 last checkpoint. The message has the remedy.
         """
-        check_model_settings(self.config, self.metadata, self.path)
+        check_settings(self.config, self.metadata, self.path)
         self.status = self.find_status()
 
     # ---- settings

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from balance import MEASURED_FIELDS, SelectionBias, Stats
 from configure import Config
+from configure.schema import select_keys
 from model import GPT, Experts, MoE, Output
 from runtime import RunError, checkpoint, distributed
 from runtime.batches import RankBatches
@@ -31,7 +32,7 @@ from runtime.parallel import (
     without_parameters,
 )
 from runtime.preflight import InitialWeights, Plan
-from runtime.runs import check_model_settings, describe_model_settings
+from runtime.runs import OLD_SETTINGS, check_settings, describe_settings
 from runtime.updates import Updates, WeightAverage
 
 
@@ -278,7 +279,8 @@ def build_metadata(plan: Plan, start: Start, threads: int) -> dict[str, Any]:
     metadata = start.metadata | plan.data.identity | {"threads": threads}
     if plan.data.document_token is not None:
         metadata["document_token"] = plan.data.document_token
-    return metadata | describe_model_settings(plan.config)
+    metadata.pop(OLD_SETTINGS, None)
+    return metadata | describe_settings(plan.config)
 
 
 def build_model(config: Config, document_token: int | None) -> GPT:
@@ -341,7 +343,8 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     config, train = plan.config, plan.config.train
     start = find_start(plan.run, plan.branch, plan.data.identity, ranks)
     path = checkpoint.folder_of(start.checkpoints, start.step)
-    check_model_settings(config, start.metadata, path)
+    changed = select_keys("decay_branch") if start.checkpoints != plan.run.checkpoint_folder else ()
+    check_settings(config, start.metadata, path, changed)
     threads = distributed.set_threads(plan.device, start.metadata.get("threads"))
     start = start._replace(metadata=build_metadata(plan, start, threads))
     compute = Compute(

@@ -35,6 +35,7 @@ from router import Router, Routing
 from runtime import checkpoint, folder
 from runtime.distributed import Ranks
 from runtime.metrics import ARRAYS, read_metrics
+from runtime.runs import format_manifest
 
 REPO_ROOT = Path(__file__).parents[1]
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -123,6 +124,13 @@ def content(place: Path) -> dict[Path, str]:
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+def change_facts(path: Path, change: Callable[[dict], object]) -> None:
+    """Call `change` on the metadata of a checkpoint; its manifest then has the right checksum."""
+    body = checkpoint.read_manifest(path)
+    change(body["facts"])
+    (path / checkpoint.MANIFEST).write_text(format_manifest(body))
+
+
 def flip(path: Path, bit: int) -> None:
     """Flip one bit of a file, counted from the end where it is negative."""
     data = bytearray(path.read_bytes())
@@ -190,7 +198,7 @@ class End(NamedTuple):
 
     lines: list[dict]  # of metrics.jsonl, with arrays and without times
     tensors: dict  # sha256 of the files that hold weights, AdamW's moments and selection biases
-    facts: dict  # counters, loss scale, history of losses
+    facts: dict  # hashes of the data, threads; without the run's id and its settings
 
 
 def end(config: Config) -> End:
@@ -201,6 +209,7 @@ def end(config: Config) -> End:
         name: file["sha256"] for name, file in manifest["files"].items() if name != ".metadata"
     }
     facts = dict(manifest["facts"])
+    del facts["run_id"], facts["settings"]
     return End(lines, tensors, facts)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import write_tiny
-from runs import steps
+from runs import content, steps
 
 import configure
 import train
@@ -16,6 +16,7 @@ from data import verify
 from eval import val_loss
 from hf.export import export
 from report import __main__ as report
+from runtime.identity import read_id
 from scripts import sample, watch
 
 SIZE = 40  # bytes of a flipped file that are left alone at its start, at least
@@ -54,9 +55,10 @@ def world(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("world")
     shutil.copytree(corpus, folder / "data")
     file = write_tiny(folder, folder / "data")
-    config = configure.load(file, ["run.name=tiny", "train.max_steps=2"])
-    train.train(config)
-    assert steps(config) == [2]
+    for place in ("other", "runs"):  # equal runs, but for their ids
+        config = configure.load(file, ["train.max_steps=2", f"run.dir={folder / place}"])
+        train.train(config)
+        assert steps(config) == [2]
     return folder
 
 
@@ -82,16 +84,20 @@ def run_command(command: str, folder: Path) -> int:
 CASES = [(file, command) for file, commands in READERS.items() for command in commands]
 
 
+@pytest.fixture
+def folder(world, tmp_path):
+    """A copy of the world."""
+    folder = tmp_path / "world"
+    shutil.copytree(world, folder)
+    for file in (folder / "tiny.toml", folder / "runs/tiny/config.toml"):
+        file.write_text(file.read_text().replace(str(world), str(folder)))
+    return folder
+
+
 @pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(("file", "command"), CASES)
-def test_damage_is_a_line_and_an_exit_code(world, tmp_path, capsys, file, command, damage):
-    folder = tmp_path / "world"
-    shutil.copytree(world, folder)
-    toml = folder / "tiny.toml"
-    toml.write_text(toml.read_text().replace(str(world), str(folder)))
-    config = folder / "runs/tiny/config.toml"
-    config.write_text(config.read_text().replace(str(world), str(folder)))
+def test_damage_is_a_line_and_an_exit_code(folder, capsys, file, command, damage):
     path = folder / file
     content = path.read_bytes()
     path.unlink()
@@ -109,3 +115,27 @@ def test_damage_is_a_line_and_an_exit_code(world, tmp_path, capsys, file, comman
     if code == 2:
         assert printed.err.startswith("error: "), printed.err
         assert any(part in text for part in (file, str(path.parent))), text
+
+
+STEP = "runs/tiny/checkpoints/step_00000002"
+FOREIGN = {  # {file: commands that read it}
+    f"{STEP}/manifest.json": ("train", "report", "watch", "val_loss", "sample", "export"),
+    "runs/tiny/metrics.jsonl": ("train", "report", "watch"),
+    "runs/tiny/arrays/val_00000002.npz": ("report",),
+}
+FOREIGN_CASES = [(file, command) for file, commands in FOREIGN.items() for command in commands]
+
+
+@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.parametrize(("file", "command"), FOREIGN_CASES)
+def test_a_file_of_another_run_is_refused(folder, capsys, file, command):
+    """And left as it is."""
+    shutil.copy(folder / "other" / file.removeprefix("runs/"), folder / file)
+    before = content(folder)
+    code = run_command(command, folder)
+    printed = capsys.readouterr()
+    ids = [read_id(folder / place / "tiny") for place in ("other", "runs")]
+    assert "of another run" in printed.out + printed.err
+    assert all(run_id in printed.out + printed.err for run_id in ids) and ids[0] != ids[1]
+    assert code == 2 or command == "watch"
+    assert content(folder) == before

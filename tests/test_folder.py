@@ -168,11 +168,12 @@ def test_claim_and_config_survive_a_power_failure(disk_calls, tiny):
     run = RunFolder(path_of(tiny()))
     assert run.recorded is None and run.last_step == 0
     with run.claim(ALONE):
-        assert disk_calls == ["sync runs"]
+        written = ["sync run_id.tmp", "rename run_id", "sync tiny"]
+        assert disk_calls == ["sync runs", *written]
         owner = rf"\(process {os.getpid()} on {os.uname().nodename}\)"
         with pytest.raises(RunError, match=f"trains this run {owner}.*--fresh"):
             train.train(tiny())
-        assert [path.name for path in run.path.iterdir()] == ["lock"]
+        assert {path.name for path in run.path.iterdir()} == {"lock", "run_id"}
         with run.claim(Ranks(1, 2, torch.device("cpu"))):  # another rank of the job
             pass
         disk_calls.clear()

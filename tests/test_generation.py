@@ -8,7 +8,7 @@ import pytest
 import torch
 from corpora import write_ids
 from numerics import seeded
-from runs import REPO_ROOT
+from runs import REPO_ROOT, change_facts
 
 import configure
 import train
@@ -16,10 +16,8 @@ from data.tokenizer import ByteTokenizer
 from eval import generation
 from eval.trained import load_model, load_run
 from model import GPT
-from runtime import RunError, checkpoint
-from runtime import runs as run_settings
+from runtime import RunError
 from runtime.folder import path_of
-from runtime.runs import format_manifest
 from scripts import sample
 
 
@@ -213,9 +211,7 @@ def faulty(trained, tmp_path_factory):
     for path in (shutil.copytree(trained, folder / "DAMAGED") / "checkpoints").glob("step_*"):
         path.rename(f"{path}.damaged")
     path = shutil.copytree(trained, folder / "CHANGED") / "checkpoints/step_00000002"
-    body = checkpoint.read_manifest(path)
-    body["facts"][run_settings.SETTINGS]["model.gate_scale"] = 7.0
-    (path / checkpoint.MANIFEST).write_text(format_manifest(body))
+    change_facts(path, lambda facts: facts["settings"].update({"model.gate_scale": 7.0}))
     return folder
 
 
@@ -257,7 +253,7 @@ def test_last_intact_checkpoint_is_loaded(run, capsys):
 def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
     """The data set's; without the set, the known one of the same hash; never another."""
     trained, tokenizer = load_run(run)
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines()[1:])  # after the id
     assert tokenizer.eot == 256
     assert [line["step"] for line in trained.metrics] == [line["step"] for line in lines]
     file = run / "config.toml"
@@ -269,6 +265,9 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
         load_run(run)
     write_ids(tmp_path / "gone/tiny", range(99), range(99), tokenizer=ByteTokenizer())
     # the first set of a mixture is missing
+    mix = {"absent": 1.0, "tiny": 1.0}
     file.write_text(file.read_text().replace("mix = {}", "mix = {absent = 1.0, tiny = 1.0}"))
+    newest = run / "checkpoints/step_00000008"
+    change_facts(newest, lambda facts: facts["settings"].update({"data.mix": mix}))
     with pytest.raises(ValueError, match="gone/tiny: its tokenizer .'bytes'. is not that of tiny"):
         load_run(run)

@@ -80,16 +80,16 @@ class DisturbedRun(RuleBasedStateMachine):
     def train(self, n_step, action):
         """Train, and call action() before the step that comes after `n_step` others."""
         with pytest.MonkeyPatch.context() as patch:
-            find_rate = train.learning_rate
+            seed_step = train.seed_step
             calls = []
 
             def count_step(*args):
                 if len(calls) == n_step:
                     action()
                 calls.append(args)
-                return find_rate(*args)
+                seed_step(*args)
 
-            patch.setattr(train, "learning_rate", count_step)
+            patch.setattr(train, "seed_step", count_step)
             train.train(self.config, self.stop)
 
     def find_inode(self, step):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from corpora import jsonl, write_ids
 from numerics import SEED, assert_near, tolerance
-from runs import read_tables
+from runs import change_facts, read_tables
 from runs import run as train_run
 
 import configure
@@ -199,6 +199,9 @@ def test_sets_of_a_mixture_have_their_parts(dense_run, tmp_path, corpus, call):
     data = {"mix": Mix({"tiny": 2.0, "other": 1.0}), "dir": str(tmp_path)}
     config = config.model_copy(update={"data": config.data.model_copy(update=data)})
     (mixed / "config.toml").write_text(configure.dumps(config))
+    settings = {"data.mix": data["mix"]}
+    newest = mixed / "checkpoints/step_00000004"
+    change_facts(newest, lambda facts: facts["settings"].update(settings))
     (mixed / "eval/step_00000004/val_loss.json").unlink(missing_ok=True)
     said = call(main, mixed)
     text = (mixed / "eval/step_00000004/val_loss.json").read_text()

@@ -1,0 +1,184 @@
+"""runtime/identity.py: a run whose folder is another one, and runs that are older than ids.
+
+tests/test_damage.py has files of another run.
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from runs import ALONE, change_facts, checkpoints, content, end, metrics, run, steps
+
+import train
+from configure.schema import Train
+from eval.trained import load_model
+from runtime import RunError, checkpoint
+from runtime.folder import RunFolder, path_of
+from runtime.identity import Identity, read_id
+from runtime.runs import Run
+
+
+# ---- the folder is another one
+def put_another_run(place, old):
+    place.rename(old)
+    shutil.copytree(old, place)
+    (place / "run_id").write_text("0123456789abcdef")
+
+
+def put_a_copy(place, old):
+    place.rename(old)
+    shutil.copytree(old, place)
+
+
+def put_nothing(place, old):
+    place.rename(old)
+
+
+MOVES = {put_another_run: "another one is there", put_a_copy: "another one", put_nothing: "removed"}
+
+
+@pytest.mark.parametrize("router", ["dense", "kern"])  # kern writes arrays before a checkpoint
+@pytest.mark.parametrize("move", MOVES)
+def test_a_run_stops_once_its_folder_is_another_one(
+    tiny, before_steps, saves_end_first, tmp_path, move, router
+):
+    """Nothing is written, removed or repaired there."""
+    saves_end_first()
+    config = tiny(
+        f"model.router={router}",
+        "train.max_steps=9",
+        "train.checkpoint_interval=2",
+        "train.keep_checkpoints=1",
+        "eval.interval=9",
+    )
+    place, old = path_of(config), tmp_path / "old"
+    left = []
+
+    def act(step):
+        if step == 5:
+            assert steps(config) == [4]
+            move(place, old)
+            (place / "checkpoints/step_00000006.tmp").mkdir(parents=move != put_nothing)
+            left.append(content(place))
+
+    if move == put_nothing:
+        before_steps(lambda step: step == 5 and move(place, old))
+    else:
+        before_steps(act)
+    with pytest.raises(RunError, match=f"^{place}: this run's folder was .*{MOVES[move]}"):
+        train.train(config)
+    if move == put_nothing:
+        assert not place.exists()
+    else:
+        assert content(place) == left[0] and (place / "checkpoints/step_00000006.tmp").is_dir()
+    assert checkpoint.steps(old / "checkpoints") == [4]
+    assert [line["step"] for line in Run(old).metrics][-1] >= 5
+    before_steps(None)
+    shutil.rmtree(place, ignore_errors=True)
+    old.rename(place)
+    assert metrics(config)[-1]["step"] >= 5
+    run(config)  # the remedy
+    assert steps(config) == [9]
+
+
+@pytest.mark.parametrize("moment", ["write", "publish", "remove"])
+def test_a_save_compares_the_folder_at_each_change(tmp_path, monkeypatch, moment):
+    place = tmp_path / "run"
+    folder = place / "checkpoints"
+    (folder / "step_00000001").mkdir(parents=True)
+    (place / "run_id").write_text("0123456789abcdef")
+    identity = Identity(place, "0123456789abcdef", place.stat().st_ino)
+    saver = checkpoint.Saver(folder, ALONE, False, Train(keep_checkpoints=1), identity)
+
+    def move():
+        (place / "run_id").write_text("fedcba9876543210")
+
+    def save(*args, **options):
+        save_as_before(*args, **options)
+        if moment == "write":
+            move()
+
+    def sync(path):
+        if moment == "remove":
+            move()
+
+    def describe(path):
+        if moment == "publish":
+            move()
+        return describe_as_before(path)
+
+    save_as_before = dcp.save
+    describe_as_before = checkpoint._describe_file
+    monkeypatch.setattr(dcp, "save", save)
+    monkeypatch.setattr(checkpoint, "_describe_file", describe)
+    monkeypatch.setattr(checkpoint, "sync_folder", sync)
+    saver._save(2, {"tensor": torch.ones(3)}, {})
+    assert "another one is there" in str(saver.failure)
+    names = {path.name for path in folder.iterdir()}
+    published = "step_00000002" if moment == "remove" else "step_00000002.tmp"
+    assert names == {"step_00000001", published}
+
+
+# ---- runs that are older than ids
+def make_old(place):
+    """Leave a run as e125ff1 wrote it: without ids, and with the model's settings alone."""
+    (place / "run_id").unlink()
+    file = place / "metrics.jsonl"
+    file.write_text(file.read_text().partition("\n")[2])
+    for file in place.glob("arrays/*.npz"):
+        arrays = dict(np.load(file))
+        del arrays["run_id"]
+        np.savez(file, **arrays)
+
+    def change(facts):
+        del facts["run_id"]
+        settings = facts.pop("settings")
+        facts["model_settings"] = {"model.norm_eps": settings["model.norm_eps"]}
+
+    for path in place.glob("checkpoints/*"):
+        change_facts(path, change)
+
+
+def test_an_older_run_is_read_and_resumes_to_the_bit_with_an_id(tiny):
+    own = ["train.max_steps=6", "train.keep_steps=3"]
+    for name in ("tiny", "alone"):
+        run(tiny(*own, f"run.name={name}"))
+    place = path_of(tiny())
+    make_old(place)
+    assert load_model(place).step == 6
+    old = Run(place)
+    old.read()
+    assert len(old.evaluations) == 4 and read_id(place) == ""
+    file = place / "config.toml"
+    text = file.read_text()
+    for key, value in (("norm_eps", "0.1"), ("lr", "0.1")):  # it knows nothing of the second
+        file.write_text(text.replace(f"\n{key} = ", f"\n{key} = {value} # "))
+        if key == "lr":
+            load_model(place)
+        else:
+            with pytest.raises(RunError, match="model.norm_eps: 1e-05 in the checkpoint, 0.1 in"):
+                load_model(place)
+    file.write_text(text)
+    shutil.rmtree(place / "checkpoints/step_00000006")
+    run(tiny(*own))
+    assert end(tiny(*own)) == end(tiny(*own, "run.name=alone"))
+    run_id = read_id(place)
+    facts = checkpoint.verify(checkpoints(tiny()) / "step_00000006")["facts"]
+    assert len(run_id) == 16 and facts["run_id"] == run_id and "model_settings" not in facts
+    (place / "run_id").unlink()  # lost: it is that of the checkpoints
+    run(tiny(*own, "train.max_steps=7"))
+    assert read_id(place) == run_id != read_id(place.with_name("alone"))
+
+
+def test_a_damaged_id_is_named(tiny):
+    run(tiny())
+    file = path_of(tiny()) / "run_id"
+    for content_of_file in ("", "0123", "no id of a run", "0123456789ABCDEF"):
+        file.write_text(content_of_file)
+        with pytest.raises(RunError, match="run_id: damaged, .*remove it"):
+            train.train(tiny("train.max_steps=5"))
+    file.unlink()
+    with RunFolder(file.parent).claim(ALONE):
+        assert len(read_id(file.parent)) == 16
