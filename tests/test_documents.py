@@ -1,6 +1,6 @@
 """data.document_mask: a cache against each document alone, and commands with masks.
 
-test_combinations.py has masks in training.
+test_combinations.py compares training with masks.
 """
 
 import json
