@@ -6,16 +6,14 @@ import re
 import pytest
 import torch
 from numerics import assert_near, seeded, tolerance
-from runs import REPO_ROOT, all_logits, run
+from runs import REPO_ROOT, all_logits
 from safetensors.torch import load_file, save_file
 from test_hf_init_from import edit, ids, make_gpt2, refused, start
 from transformers import AutoConfig
 
 import configure
-from hf.export import export
 from hf.formats import FORMATS
 from runtime import RunError
-from runtime.folder import path_of
 from runtime.memory import count_parameters
 
 SIZES = {
@@ -160,20 +158,6 @@ def write_folder(place, settings, state):
     place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps(settings))
     save_file(state, place / "model.safetensors")
-
-
-def test_what_a_family_does_not_compute_needs_our_code(tiny, tmp_path, call):
-    more = [
-        "model.n_shared_expert=1",
-        "model.dropout=0.1",
-        "model.router=sigmoid",
-    ]
-    # a second step may undo it
-    once = ["train.max_steps=1", "optim.warmup_steps=0", "train.bias_update_rate=0.1"]
-    config = tiny(*once, *SHAPE, *OURS["olmoe"], *more)
-    run(config)
-    call(export.main, path_of(config), tmp_path / "out")
-    assert (tmp_path / "out/modeling_nanokern.py").is_file()
 
 
 def test_the_preset_has_the_shape_of_olmoe():
