@@ -27,7 +27,6 @@ from test_hf_open_moe import OURS, SHAPE
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import train
 from attention import KVCache
@@ -246,7 +245,6 @@ def test_routers_and_tables_keep_their_type(exported, written):
     own, idx = trained.model, random_ids(1, 30)
     own.load_state_dict(export.round_weights(own.state_dict(), export.DTYPES[written], "nanokern"))
     wanted = logits_of(own.double(), idx)
-    assert_near(load(out, torch.float64)(idx).logits, wanted, NEAR)
     file = load_file(out / "model.safetensors")
     for dtype in ("auto", *export.DTYPES.values()):
         theirs = load(out, dtype)
@@ -418,17 +416,12 @@ def test_aux_loss_is_that_of_training(exported, number):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("name", ["kern", "sigmoid-renorm", "softmax"])
+@pytest.mark.parametrize("name", ["kern", "sigmoid-renorm"])
 def test_aux_loss_does_not_count_padding(exported, name):
-    """Equal to balance.py's loss of the tokens alone.
-
-    With a cache it is that of the new tokens. Of softmax it is transformers' too, but for K.
-    """
-    trained, out = exported(f"model.router={name}", "model.n_layer=1")
+    """Equal to balance.py's loss of the tokens alone; with a cache, of the new tokens."""
+    trained, out = exported(f"model.router={name}", "model.n_layer=1", biased=False)
     theirs = load(out).double()
     theirs.config.output_router_logits = True
-    for router in (trained.model.blocks[0].mlp.router, theirs.model.layers[0].mlp.router):
-        router.selection_bias.zero_()
     idx = random_ids(3, 32)
     mask = torch.arange(32) >= torch.tensor([0, 9, 20])[:, None]
     output = theirs(idx, attention_mask=mask.long())
@@ -444,9 +437,6 @@ def test_aux_loss_does_not_count_padding(exported, name):
     second = theirs(idx[:, 15:], attention_mask=mask.long(), past_key_values=past)
     is_late = mask & (torch.arange(32) >= 15)
     assert second.aux_loss.item() == find_loss(is_late.flatten())
-    if name == "softmax":
-        wanted = load_balancing_loss_func(output.router_logits, 8, 2, mask.long())
-        assert output.aux_loss.item() == pytest.approx(wanted.item() / 2, abs=1e-6)
 
 
 HEADS = [
