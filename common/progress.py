@@ -84,3 +84,5 @@ class ProgressLines(tqdm):
         if not self.disable and self.n != self.last_print_n:
             self.display()
         self.disable = True
+        # out of tqdm's list of open bars
+        self._decr_instances(self)  # pyrefly: ignore[missing-attribute] (its stub lacks it)
