@@ -65,8 +65,6 @@ class Writer(AbstractContextManager["Writer"]):
                 f"{self.partial}: another process is preparing this set: wait for it"
             ) from error
         self._finished = False
-        # A kill between writing meta.json and the renaming leaves meta.json here.
-        (self.partial / "meta.json").unlink(missing_ok=True)
         self.tokens = {"train": 0, "val": 0}  # written so far
         self.documents = {"train": 0, "val": 0}
         self._shard_tokens = shard_tokens
@@ -112,16 +110,13 @@ class Writer(AbstractContextManager["Writer"]):
         """
         for split in self.tokens:
             self.tokens[split], self.documents[split] = saved.get(split, (0, 0))
-            sizes = self._sizes(split)
-            for path, size in sizes.items():
+            for path, size in self._sizes(split).items():
                 if not path.is_file() or path.stat().st_size < 2 * size:
                     raise DataError(
                         f"{path}: missing or shorter than {PROGRESS_FILE} says: start over with "
                         "--force"
                     )
                 os.truncate(path, 2 * size)
-            for path in set(self.partial.glob(f"{split}-*.bin")) - sizes.keys():
-                path.unlink()
 
     def _sizes(self, split: str) -> dict[Path, int]:
         """The tokens of each shard by its path."""
