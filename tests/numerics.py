@@ -112,12 +112,6 @@ def guarded_buffers(guard: int = 2**17) -> Iterator[None]:
         )
 
 
-def run_and_check_fake(operator, *inputs):
-    """What an operator returns; torch.compile is told the same shapes and dtypes."""
-    torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
-    return operator(*inputs)
-
-
 class Operators(TorchDispatchMode):
     """Names of operators that are no views, in order."""
 

@@ -215,22 +215,6 @@ def test_targets_outside_the_vocabulary_and_an_unknown_backend():
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_operator_is_as_its_fake(grad):
-    x, weight, targets = make_inputs(30, 8, 20)
-    arguments = (
-        x.requires_grad_(grad),
-        weight.requires_grad_(grad),
-        targets,
-        torch.float32,
-        grad,
-        False,
-    )
-    # others also differentiate d_x and d_w
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(cross_entropy.linear_cross_entropy_op, arguments, test_utils=checks)
-
-
-@pytest.mark.parametrize("grad", [True, False])
 def test_memory_is_that_of_a_chunk(grad, monkeypatch):
     """Of 128 rows, whose logits take more than x, weight or their gradients; all chunks share two
     buffers.

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from numerics import seeded
-from scipy import stats
 from test_router import GATES, SPARSE
 
 import gate_norm
@@ -17,8 +16,6 @@ from gate_norm import gate_scale, sample_square
 from model import GPT
 from router import ROUTERS, RouterSpec
 from runtime.memory import parameter_shapes
-
-KERN_FORM = replace(ROUTERS["kern"], gamma=False, bias=False)
 
 
 def settings(**update):
@@ -51,28 +48,6 @@ def test_expectation_against_brute_force(name, n_expert, top_k, tau):
     expectation = sample_square(form, n_expert, top_k, tau)
     error = squares.std().item() / math.sqrt(len(s)) + gate_norm.PRECISION * expectation
     assert expectation == pytest.approx(squares.mean().item(), abs=4.5 * error, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["softmax", "kern", "kern-after", "sigmoid-renorm"])
-def test_expectation_with_groups(name):
-    """Brute force: 2 of 4 groups of 4 experts, by the sum of two scores."""
-    s = 0.554 * torch.from_numpy(np.random.default_rng(1).standard_normal((40_000, 16)))
-    sums = s.view(-1, 4, 4)
-    if name == "softmax":  # the choice is by the scores
-        sums = sums.exp()
-    elif name == "sigmoid-renorm":
-        sums = 1 / (1 + (-sums).exp())
-    elif name == "kern":
-        sums = sums.relu()
-    sums = sums.sort(descending=True).values[..., :2].sum(-1)
-    best = sums.argsort(dim=1, descending=True, stable=True)[:, :2]
-    left = s.view(-1, 4, 4).gather(1, best[..., None].expand(-1, -1, 4)).flatten(1)
-    top = left.sort(descending=True).values[:, :3]
-    squares = GATES[name](s, top).square().sum(1)
-    form = replace(ROUTERS[name], c=1.0, gamma=False, bias=False)
-    expectation = sample_square(form, 16, 3, 0.554, (4, 2))
-    error = squares.std().item() / math.sqrt(len(s)) + gate_norm.PRECISION * expectation
-    assert expectation == pytest.approx(squares.mean().item(), abs=4.5 * error)
 
 
 MODERN = {
@@ -129,15 +104,6 @@ def test_routers_alone_begin_with_other_weights():
         assert torch.equal(value * (4 if name.endswith("router.weight") else 1), states[1][name]), (
             name
         )
-
-
-def test_known_expectations():
-    """KERN's squares sum to k/M + q p(q); without ReLU over all experts to 1, by the l2 norm."""
-    q = stats.norm.isf(1 / 8)
-    energy = q * stats.norm.pdf(q) + 1 / 8  # docs/theory.md, for many experts
-    assert sample_square(KERN_FORM, 4096, 512, 0.5) == pytest.approx(energy, rel=5e-3)
-    norelu = replace(ROUTERS["kern-norelu"], gamma=False, bias=False)
-    assert sample_square(norelu, 64, 64, 0.5) == pytest.approx(1, rel=1e-5)
 
 
 def test_factor_is_on_top_of_the_routers_own_and_nothing_by_default(monkeypatch):

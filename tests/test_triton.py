@@ -10,8 +10,9 @@ import pytest
 import test_kernels
 import torch
 from interpreter import like_gpu  # noqa: F401
-from numerics import DEVICE, assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
+from numerics import DEVICE, assert_near, guarded_buffers, seeded, tolerance
 from test_kernels import CASES, FORMS, make_inputs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from configure.schema import Model
@@ -40,6 +41,7 @@ TILED = {
 }
 FEW = (9, 5, 7, 3, 2)  # N, C, H, E, K: a few tiles of SMALL, each of which takes 20 ms
 DTYPES = triton_experts.DTYPES
+SIZES = {"n_layer": 3, "n_head": 2, "n_embd": 16, "block_size": 4, "vocab_size": 40}
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 assert triton_experts.INTERPRETED or torch.cuda.is_available(), (
     "kernels were imported before conftest.py could set it"
@@ -271,8 +273,7 @@ def test_model_compiles_into_two_graphs(monkeypatch, checkpointing):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    sizes = {"n_layer": 3, "n_head": 2, "n_embd": 16, "block_size": 4, "vocab_size": 40}
-    model = GPT(Model(**sizes, n_expert=2, top_k=1, expert_hidden=8, backend="triton"))
+    model = GPT(Model(**SIZES, n_expert=2, top_k=1, expert_hidden=8, backend="triton"))
     idx = torch.randint(40, (1, 4))
 
     def run(model):
@@ -301,24 +302,45 @@ def test_gradients_of_weights_are_not_rounded_under_autocast(small_tiles):
     assert not any(torch.equal(t, t.bfloat16().float()) for t in got[2:4])
 
 
+class CheckFakes(TorchDispatchMode):
+    """Compares each of our operators to what torch.compile is told of it, on the inputs it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "nanokern":
+            self.names.add(function.name().removeprefix("nanokern::"))
+            checks = ("test_schema", "test_faketensor")
+            torch.library.opcheck(function, args, kwargs, test_utils=checks)
+        return function(*args, **(kwargs or {}))
+
+
 @on_cpu
-@pytest.mark.parametrize("form", ["gelu", "gated silu"])
-def test_fake_experts_are_as_the_real_ones(form):
-    """Of half-precision inputs with float32 weights and their copies, as under autocast; gated
-    experts are wider.
-    """
-    activation, *gated = FORMS[form]
-    (x, w_in, w_out, weights), experts, d_out = make_inputs(
-        5, 8, 6, 3, 2, "", torch.float32, "cpu", *gated
-    )
-    x, d_out, silu = x.half(), d_out.half(), activation == "silu"
-    copies = w_in.half(), w_out.half()
-    _, *kept = run_and_check_fake(
-        triton_experts.compute_experts.forward, x, w_in, w_out, weights, experts, silu, *copies
-    )
-    further = d_out, x, *copies, weights, *kept, silu, torch.float32
-    gradients = run_and_check_fake(triton_experts.compute_experts.backward, *further)
-    assert [t.dtype for t in gradients] == [torch.float16, *[torch.float32] * 3]
+@pytest.mark.parametrize(
+    "dtype, update",
+    [
+        (torch.float16, {"router": "kern", "gated": True, "activation": "silu", "bias": True}),
+        (torch.bfloat16, {"router": "softmax", "norm": "rmsnorm"}),
+        (None, {"router": "kern"}),
+    ],
+)
+def test_operators_are_as_their_fakes(dtype, update, small_tiles):
+    """In both passes of a model, in autocast's dtype if one is given; without gradients, too."""
+    sizes = SIZES | {"n_layer": 2, "n_expert": 3, "expert_hidden": 8}
+    model = GPT(Model(**sizes, top_k=2, backend="triton", **update))
+    idx = torch.randint(40, (2, 4))
+    with CheckFakes() as checked:
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = model(idx, idx).loss
+            with torch.no_grad():
+                assert torch.equal(model(idx, idx).loss, loss)
+        loss.backward()
+    both = {"experts", "route", "router_linear", "add_norm"}
+    assert checked.names == {f"{name}{end}" for name in both for end in ("", "_backward")} | {
+        "linear_cross_entropy"
+    }
 
 
 @on_cpu

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from interpreter import like_gpu  # noqa: F401
-from numerics import DEVICE, assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
+from numerics import DEVICE, assert_near, guarded_buffers, seeded, tolerance
 from torch import nn
 
 from kernels import add_norm
@@ -118,17 +118,6 @@ def test_runs_repeat_bit_for_bit_and_strides_do_not_matter():
     leaves[1] = leaves[1].detach().flatten(0, 1).requires_grad_()  # as experts return it
     again = run(leaves, norm, [d.mT.contiguous().mT for d in upstream], torch.float16, True)
     assert all(torch.equal(a, b.view_as(a)) for a, b in zip(first, again, strict=True))
-
-
-@pytest.mark.parametrize("y", [None, torch.ones(2, 3, 5).half()])
-def test_fake_norm_is_as_the_real_one(y):
-    x, w = torch.randn(2, 3, 5), torch.ones(5)
-    for bias, exact in ((w, True), (None, False)):
-        out = run_and_check_fake(
-            triton_norm.normalize_sum.forward, x, y, w, bias, 1e-5, exact, torch.float16, exact
-        )
-        others = 1e-5, exact, x.dtype if y is None else y.dtype, bias is not None
-        run_and_check_fake(triton_norm.normalize_sum.backward, *out, x, w, *others)
 
 
 @pytest.mark.numerics
