@@ -76,7 +76,10 @@ def silu_error(dtype, activation="gelu"):
 
 
 def assert_equals_reference(leaves, experts, d_out, run=run_backend, **more):
-    """Compare `run`, a backend, to `reference` in float64 on the same inputs."""
+    """Compare `run`, a backend, to `reference` in float64 on the same inputs.
+
+    Gradients of closed gates are not 0: they can open again.
+    """
     dtype, wide = leaves[0].dtype, [t.double() for t in leaves]
     wanted = run_backend(
         wide, experts.as_subclass(torch.Tensor), d_out.double(), "reference", **more
@@ -88,17 +91,7 @@ def assert_equals_reference(leaves, experts, d_out, run=run_backend, **more):
     for name, a, b in zip(NAMES, run(leaves, experts, d_out, **more), wanted, strict=True):
         assert a.dtype == (leaves[3].dtype if name == "weights" else dtype), name
         assert_near(a, b, limit, name)
-
-
-def assert_exact_zeros(run, dtype=torch.float32):
-    """Of experts that no token chose, and of tokens whose gates are all closed."""
-    leaves, experts, d_out = make_inputs(*CASES["idle expert"], "idle expert", dtype)
-    leaves[3][::2] = 0
-    out, d_x, d_w_in, d_w_out, d_weights = run(leaves, experts, d_out)
-    assert (d_w_in[2] == 0).all() and (d_w_out[2] == 0).all()
-    assert (d_w_in[[0, 1, 3, 4, 5]] != 0).any((1, 2)).all()
-    assert (out[::2] == 0).all() and (d_x[::2] == 0).all()
-    assert (d_weights != 0).all()  # a closed gate can open again
+        assert (a[b == 0] == 0).all(), name  # exactly: of idle experts, and of closed gates
 
 
 class DeviceName(str):
@@ -256,12 +249,6 @@ def test_reference_equals_the_formula(case, form):
     limit = tolerance(torch.float64, max(N, C, H)) + silu_error(torch.float64, activation)
     for name, a, b in zip(NAMES, results, wanted, strict=True):
         assert_near(a, b, limit, name)
-
-
-def test_idle_experts_and_zero_gates_get_exact_zeros(on_layout):
-    assert_exact_zeros(
-        lambda leaves, experts, d_out: run_backend(leaves, on_layout(experts), d_out)
-    )
 
 
 class BytesMade(TorchDispatchMode):

@@ -170,11 +170,6 @@ def test_rows_are_sorted_by_expert_and_by_token(N, n_expert):
 
 
 @on_cpu
-def test_idle_experts_and_zero_gates_get_exact_zeros(small_tiles):
-    test_kernels.assert_exact_zeros(run_backend, torch.float16)
-
-
-@on_cpu
 def test_inputs_of_any_strides_are_left_alone(small_tiles):
     leaves, experts, d_out = make_inputs(*FEW)
     wanted = run_backend(leaves, experts, d_out)
@@ -216,26 +211,19 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     tile = torch.tensor([0, far, far + 3], dtype=torch.int32)
     triton_experts.rows_kernel[(1,)](tall, w, tile, out, width, width, False, 64, 64, 64)
     assert_same(out[far:], wanted)
+    out[far:] = 0
 
     order, gates = virtual(far + 3, dtype=torch.int32), virtual(far + 3, dtype=torch.float32)
-    start = tile - torch.tensor([0, far, far])
     sides = width, width, 1, False, False
-    order[:3] = torch.arange(far, far + 3)  # tokens far away, rows near
+    order[far:] = torch.arange(far, far + 3)
     gates[far:] = 1
     triton_experts.up_kernel[(1,)](
-        tall, w, w, gates, order, start, out, gated, *sides, False, 64, 64, 64
+        tall, w, w, gates, order, tile, out, gated, *sides, False, 64, 64, 64
     )
-    assert_same(out[:3], wanted)
-
-    order[far:] = torch.arange(3)  # and the reverse
-    gates[:3] = 1
-    triton_experts.up_kernel[(1,)](
-        near, w, w, gates, order, tile, tall, gated, *sides, False, 64, 64, 64
-    )
-    assert_same(tall[far:], wanted)
+    assert_same(out[far:], wanted)
     assert_same(gated[far:], torch.nn.functional.gelu(wanted))
 
-    tall[far:] = near
+    order[far:] = torch.arange(3)
     d_w = torch.zeros(1, width, width)
     all_rows = torch.tensor([0, 1, 0, far + 3], dtype=torch.int32)
     tail = True, 1, 64, 64, 64  # GATHER_A, TOP_K and the tile
@@ -328,7 +316,7 @@ class CheckFakes(TorchDispatchMode):
 )
 def test_operators_are_as_their_fakes(dtype, update, small_tiles):
     """In both passes of a model, in autocast's dtype if one is given; without gradients, too."""
-    sizes = SIZES | {"n_layer": 2, "n_expert": 3, "expert_hidden": 8}
+    sizes = SIZES | {"n_layer": 1, "n_expert": 3, "expert_hidden": 8}
     model = GPT(Model(**sizes, top_k=2, backend="triton", **update))
     idx = torch.randint(40, (2, 4))
     with CheckFakes() as checked:
