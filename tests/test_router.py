@@ -133,10 +133,10 @@ def test_equals_its_formula_in_values_and_gradients(name, biased):
         1, experts, c * gamma.double() * GATES[name](s, s.gather(1, experts))
     )
     mine = torch.zeros(N, E).scatter(1, routing.experts, routing.weights)
-    downstream = torch.rand(N, E)  # positive: the sum that is γ's gradient does not cancel
+    downstream = -torch.rand(N, E)  # of one sign: the sum that is γ's gradient does not cancel
     dead = (s < 0).all(1)
     assert N // 4 < dead.sum() < 3 * N // 4
-    downstream[dead] -= 0.5
+    downstream[dead] += 0.5
     loss = (gates * downstream).sum()
     if (
         name in RELU

@@ -122,7 +122,7 @@ def assert_equals_router(router, logits, upstream, B, losses=LOSSES, floor=0.0):
                 size = wanted["weights"].abs().sum(1).mean() + floor
             assert_near(out[key], wanted[key], tolerance(torch.float32, E, ROUNDINGS), key, size)
     limit = tolerance(torch.float32, max(E, n_token), 4 * ROUNDINGS)
-    floors = floor / logits.double().norm(dim=1, keepdim=True).clamp_max(1), floor
+    floors = floor / logits.double().norm(dim=1, keepdim=True).clamp(1e-8, 1), floor
     named = zip(("d_logits", "d_gamma"), gradients, wanted_gradients, floors, strict=False)
     for key, gradient, reference, least in named:
         assert gradient.isfinite().all(), key
