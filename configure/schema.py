@@ -561,6 +561,13 @@ class Train(Section):
         resume=True,
     )
 
+    @field_validator("device", mode="before")
+    @classmethod
+    def _refuse_mps(cls, value: Any) -> Any:
+        if value == "mps":
+            raise ValueError("Apple's GPUs are not used; on a Mac set cpu, or auto")
+        return value
+
     @field_validator("branch_from", "init_from")  # a trailing slash makes no other run
     @classmethod
     def _spell_one_way(cls, value: str) -> str:

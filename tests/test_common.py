@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from fake_runs import make_seeds
 from pydantic import BaseModel
 from runs import REPO_ROOT
+from tqdm import TMonitor
 
 from common import find_python_problem
 from common.command import build_parser, command, require_packages, run_command
@@ -360,8 +362,13 @@ def test_a_file_gets_lines(capsys, monkeypatch):
             bar.update()
         bar.write("tiny: val loss 2.0")
     bar.close()
+    with progress_bar(every=10, desc="whole", total=1) as bar:
+        now[0] += 10
+        bar.update()
+    assert not any(isinstance(thread, TMonitor) for thread in threading.enumerate())
     lines = [
         "tiny: 20/100 steps, 00:10, 01:20 left",
         "tiny: 21/100 steps, 00:11, 01:19 left",
+        "whole: 1/1it, 00:10, 00:00 left",
     ]
     assert capsys.readouterr() == ("tiny: val loss 2.0\n", "".join(f"{line}\n" for line in lines))

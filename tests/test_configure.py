@@ -210,6 +210,7 @@ def test_files_as_editors_save_them(tmp_path):
         ("--train.max_steps=1\nrun.seed = 2", r"train.max_steps = '1\nrun.seed = 2': "),
         ("--run.dir=caf\udce9", r"run.dir = 'caf\udce9': "),  # an argument that is not UTF-8
         ("--optim.lr", "--optim.lr has no value; write --optim.lr=VALUE"),
+        ("--train.device=mps", "device = 'mps': Apple's GPUs are not used; on a Mac set cpu, or"),
     ],
 )
 def test_a_wrong_override(write, override, names):

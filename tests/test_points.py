@@ -124,6 +124,7 @@ def test_a_list_on_the_command_line_is_an_axis(write):
     assert text.startswith("command line: ") and "run.seed = 'x': " in text
     assert len(sweep_points(file, ["--run.seed=[0, 1]", "--run.seed=2"])) == 4  # the last one wins
     assert len(sweep_points(file, ["--run.seed=2", "--run.seed=[0, 1]"])) == 8
+    assert sweep_points(write(), ["--optim.eps=[1, 2]", "--optim.eps=3"]) == [["--optim.eps=3"]]
     # several tasks are one value
     (point,) = sweep_points(write(), ['--eval.tasks=["a", "b"]'])
     assert load(write(), point).eval.task_names == ["a", "b"]
