@@ -39,9 +39,11 @@ from configure.check import (
     show,
     show_key,
 )
-from configure.schema import KEYS, SECTIONS, Config, Mix, replace, select_keys
+from configure.schema import KEYS, SECTIONS, Config, Mix, replace
 
 COMMAND_LINE = "command line"
+# config.toml of every run has them, and hardly a file that a user writes
+IN_EVERY_RUN = ("run.name", "optim.eps", "log.group")
 
 
 class ConfigError(ValueError):
@@ -104,7 +106,7 @@ def load_recorded(path: str | Path) -> Config:
     Raises ConfigError also if it is empty or cut short: defaults would be another model.
     """
     in_file, _ = _read_file(Path(path))
-    missing = [key for key in select_keys("in_every_run") if key not in in_file]
+    missing = [key for key in IN_EVERY_RUN if key not in in_file]
     if missing:
         state = "cut short" if in_file else "empty"
         raise ConfigError(
@@ -338,7 +340,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for section in SECTIONS:
         if settings.get(section) == {}:  # an empty section
             del settings[section]
-    if path.name == "config.toml" and settings.keys() >= set(select_keys("in_every_run")):
+    if path.name == "config.toml" and settings.keys() >= {*IN_EVERY_RUN}:
         drop_removed(settings)
     return settings, axes
 

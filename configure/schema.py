@@ -27,7 +27,6 @@ def key(
     resume: bool = False,
     decay_branch: bool = False,
     acts_if: str = "",
-    in_every_run: bool = False,
     report: Literal["", "setting", "option", "neutral", "router"] = "",
     label: Literal["", "first", "last"] = "",
     validation_text: bool = False,
@@ -47,7 +46,6 @@ def key(
         decay_branch: a branch (train.branch_from) may have another value than its trunk.
         acts_if: the key has an effect only if this one is set ("train.init_from") or has this value
             ("optim.name=muon").
-        in_every_run: config.toml of every run has it, and hardly a file that a user writes.
         report: runs with different values are not compared ("setting"), are arms of one comparison
             ("option"), or count as equal, because the key moves no loss except by rounding
             ("neutral"). "router" is the name of an arm. By default "neutral" if a run may resume
@@ -66,7 +64,6 @@ def key(
         "resume": resume,
         "decay_branch": decay_branch,
         "acts_if": acts_if,
-        "in_every_run": in_every_run,
         "report": report or ("neutral" if resume else "setting"),
         "label": label,
         "validation_text": validation_text,
@@ -116,7 +113,6 @@ class Run(Section):
         "folder of the run; empty: file, router, sweep",
         pattern=f"^({FILE_NAME})?$",
         resume=True,
-        in_every_run=True,
     )
     dir: str = key(
         "runs",
@@ -641,7 +637,7 @@ class Optim(Section):
     warmup_steps: int = key(500, "steps of linear warm-up", ge=0)
     beta1: float = key(0.9, "decay of the gradient's running mean", ge=0, lt=1)
     beta2: float = key(0.95, "decay of the squared gradient's running mean", ge=0, lt=1)
-    eps: float = key(1e-8, "added to AdamW's denominator", gt=0, in_every_run=True)
+    eps: float = key(1e-8, "added to AdamW's denominator", gt=0)
     weight_decay: float = key(0.1, "decoupled weight decay, matrices only", ge=0)
     grad_clip: float = key(1.0, "maximum global gradient norm; 0 disables", ge=0)
 
@@ -713,7 +709,6 @@ class Log(Section):
         "",
         "Weights & Biases group; empty: the config file's name",
         resume=True,
-        in_every_run=True,
     )
 
 

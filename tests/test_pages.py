@@ -1,4 +1,4 @@
-"""What the pages name exists: files, tests, config keys. Their commands parse.
+"""What the pages name exists: files, config keys. Their commands parse.
 
 Pages are the Markdown files, the notebook, and the docstrings of commands. A command is parsed by
 its own parser, and goes no further.
@@ -207,18 +207,3 @@ def test_the_keys_that_the_pages_name_exist():
                 faults.append(f"{page}: no key {key}")
     assert not faults, "\n".join(faults)
     assert n_found > 60
-
-
-def test_the_tests_that_the_documentation_names_exist():
-    """`test_file::test_name`, `test_name` or the beginning of one with an ellipsis."""
-    tests = {file.stem: file.read_text() for file in (REPO_ROOT / "tests").glob("test_*.py")}
-    named = set()
-    pattern = r"`(?:tests/)?(?:(test_\w+)(?:\.py)?::)?(test_\w+?)(…|\.py)?`"
-    for text in PAGES.values():
-        named |= set(re.findall(pattern, text))
-    assert len(named) > 2
-    for file, name, end in named:
-        text = tests[file] if file else "".join(tests.values())
-        assert name in tests or re.search(f"def {name}{'' if end else '[(]'}", text), (
-            f"{file}::{name}"
-        )
