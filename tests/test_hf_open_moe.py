@@ -85,7 +85,7 @@ def make_model(kind, **update):
 
 @pytest.mark.numerics
 @KINDS
-def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
+def test_logits_equal_those_of_transformers(tiny, tmp_path, kind):
     theirs = make_model(kind)
     theirs.save_pretrained(tmp_path / kind, max_shard_size="40KB")  # several files
     if kind == "qwen3_moe":  # a window that it does not use
@@ -101,20 +101,7 @@ def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
             "router weights are centred"
             in start(tiny(f"train.init_from={tmp_path / kind}", *own))[1]
         )
-    idx, targets = ids(33)[:, :-1].contiguous(), ids(33)[:, 1:].contiguous()
-    logits = theirs(idx).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    assert_near(all_logits(model, idx), logits, LIMIT, "logits")
-    mine = model(idx, targets).loss
-    assert_near(mine, loss, LIMIT, "loss")
-    mine.backward()
-    loss.backward()
-    gradients = FORMATS["nanokern"].from_own(
-        {name: p.grad for name, p in model.named_parameters()}, model.config
-    )
-    for name, p in theirs.named_parameters():  # experts are transposed
-        gradient = gradients[name.replace(".mlp.gate.", ".mlp.router.")]
-        assert_near(gradient.mT if ".experts." in name else gradient, p.grad, 2 * LIMIT, name)
+    assert_near(all_logits(model, ids(32)), theirs(ids(32)).logits, LIMIT, "logits")
 
 
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
