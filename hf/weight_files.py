@@ -5,10 +5,11 @@ them executes nothing.
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, Field
@@ -23,6 +24,7 @@ from runtime.checkpoint import LazyTensors
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DIGEST = "nanokern_sha256"  # key of a safetensors file's metadata: `hash_tensors` of its tensors
+ORIGIN = "nanokern"  # key of the same and of config.json: the run, its id, and which weights
 ADAPTER = "adapter_config.json"  # of PEFT
 
 
@@ -32,18 +34,19 @@ class Index(BaseModel):
     weight_map: Annotated[dict[str, str], Field(min_length=1)]
 
 
-def read_tensors(place: Path) -> LazyTensors:
+def read_tensors(place: Path, settings: dict[str, Any]) -> LazyTensors:
     """Check the files with the weights of a folder, one after another.
 
     Args:
         place: the folder.
+        settings: its config.json.
 
     Returns:
         Tensors by name, which are read when they are needed.
 
     Raises:
-        RunError: a file is missing or damaged, two files have one tensor, or from_pretrained would
-            read other weights.
+        RunError: a file is missing, damaged or of another export, two files have one tensor, or
+            from_pretrained would read other weights.
     """
     tensors = LazyTensors({})
     open_file = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))
@@ -57,11 +60,19 @@ def read_tensors(place: Path) -> LazyTensors:
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file} cannot be read ({error}); download it again") from error
         with safe_open(place / file, "pt") as opened:
-            digest = (opened.metadata() or {}).get(DIGEST)  # other programs write none
+            metadata = opened.metadata() or {}
+        digest = metadata.get(DIGEST)  # other programs write none
         if digest and digest != hash_tensors(read):
             raise RunError(
                 f"{file}: damaged: its weights differ from those that were exported (sha256); "
                 f"export or download it again"
+            )
+        expected = format_origin(settings.get(ORIGIN))
+        origin = metadata.get(ORIGIN, expected)
+        if origin != expected:
+            raise RunError(
+                f"{file}: of another export: it has {origin}, config.json {expected}; "
+                f"copy all files of one export again"
             )
         for name in read:
             if name in tensors:
@@ -72,6 +83,11 @@ def read_tensors(place: Path) -> LazyTensors:
             tensors.makers[name] = partial(read_tensor, place / file, name)
         del read  # before the next file is mapped
     return tensors
+
+
+def format_origin(origin: object) -> str:
+    """The text of ORIGIN in a safetensors file's metadata, from config.json's."""
+    return json.dumps(origin, sort_keys=True)
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:

@@ -41,7 +41,7 @@ from hf.tokenizer_files import find_merges, write_tokenizer
 from hf.weight_files import hash_tensors, read_tensors
 from model import GPT
 from router import ROUTERS
-from runtime import folder
+from runtime import RunError, folder
 from runtime.memory import count_parameters
 from runtime.runs import find_runs
 
@@ -621,7 +621,8 @@ def test_export_and_check(run, tmp_path, call):
     assert config.eos_token_id == config.bos_token_id == 256 and config.pad_token_id is None
     assert "exists already; name a new folder" in call(export.main, run, out, code=2)
     written = json.loads((out / "config.json").read_text())["nanokern"]
-    assert written == {"run": "tiny", "weights": "step_00000004"}
+    run_id = (run / "run_id").read_text().strip()
+    assert written == {"run": "tiny", "weights": "step_00000004", "run_id": run_id}
     assert find_runs([out.parent]) == []  # an export among runs is none
     assert (out / "settings.toml").read_bytes() == (run / "config.toml").read_bytes()
 
@@ -653,7 +654,8 @@ def test_other_weights_in_one_file_or_several(
     wanted = FORMATS["nanokern"].from_own(own.state_dict(), own.config)
     if "bfloat16" in words:
         wanted = {k: v if ".router." in k else v.bfloat16() for k, v in wanted.items()}
-    assert hash_tensors(read_tensors(out)) == hash_tensors(wanted)
+    config = json.loads((out / "config.json").read_text())
+    assert hash_tensors(read_tensors(out, config)) == hash_tensors(wanted)
     files = [load_file(path) for path in sorted(out.glob("model*.safetensors"))]
     sizes = [sum(tensor.nbytes for tensor in file.values()) for file in files]
     for size, file in zip(sizes, files, strict=True):
@@ -665,6 +667,10 @@ def test_other_weights_in_one_file_or_several(
     assert len(files[0]) == (2 if file_bytes == EMBEDDINGS else 1)  # of the embeddings
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(sizes)
+    call(export.main, run, tmp_path / "other", "--checkpoint", 2)
+    shutil.copy(sorted((tmp_path / "other").glob("model*.safetensors"))[-1], out)
+    with pytest.raises(RunError, match="of another export: it has .*step_00000002"):
+        read_tensors(out, config)
 
 
 def test_a_failed_export_leaves_nothing(run, tmp_path, call, monkeypatch):

@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,20 @@ from data.tokenizer import Tokenizer
 from eval.trained import Trained, add_run_arguments, load_run
 from hf.formats import FORMATS, OPEN_MOES
 from hf.tokenizer_files import choose_padding, write_json, write_tokenizer
-from hf.weight_files import DIGEST, INDEX, ONE_FILE, hash_tensors, read_tensors
+from hf.weight_files import (
+    DIGEST,
+    INDEX,
+    ONE_FILE,
+    ORIGIN,
+    format_origin,
+    hash_tensors,
+    read_tensors,
+)
 from model import GPT
 from router import find_spec
 from runtime import RunError
 from runtime.checkpoint import LazyTensors
+from runtime.identity import RUN_ID
 from runtime.memory import count_parameters
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -119,6 +128,9 @@ def export_run(
     ids: dict[str, int | None] = {}
     ids["bos_token_id"] = ids["eos_token_id"] = tokenizer.eot
     ids["pad_token_id"] = choose_padding(tokenizer, model.vocab_size)
+    origin = {"run": trained.config.run.name, "weights": trained.label}
+    if RUN_ID in trained.metadata:  # not in checkpoints of older versions
+        origin[RUN_ID] = trained.metadata[RUN_ID]
     config = {
         "architectures": [FORMATS[form].architecture],
         "model_type": form,
@@ -127,7 +139,7 @@ def export_run(
         **FORMATS[form].make_config(model),
         **ids,
         "dtype": dtype,
-        "nanokern": {"run": trained.config.run.name, "weights": trained.label},
+        ORIGIN: origin,
     }
     if form == "nanokern" and find_spec(model.router) is not None:
         config["router_aux_loss_coef"] = trained.config.train.balance_loss_coef
@@ -142,7 +154,8 @@ def export_run(
         try:
             write_json(folder / "config.json", config)
             write_json(folder / "generation_config.json", generation)
-            write_weights(round_weights(weights, DTYPES[dtype], form), folder, form, model)
+            rounded = round_weights(weights, DTYPES[dtype], form)
+            write_weights(split_weights(rounded, form, model), folder, origin)
             write_tokenizer(tokenizer, folder, model.block_size, ids["pad_token_id"])
             # not config.toml, which makes a folder a run
             shutil.copy(trained.folder / "config.toml", folder / "settings.toml")
@@ -157,22 +170,24 @@ def export_run(
             ) from error
 
 
-def write_weights(weights: Mapping[str, Tensor], folder: Path, form: str, model: Model) -> None:
-    """Write model.safetensors, or several files and their index if FILE_BYTES are not enough.
+def write_weights(
+    parts: Iterable[dict[str, Tensor]], folder: Path, origin: Mapping[str, str]
+) -> None:
+    """Write model.safetensors, or several files and their index if there are several `parts`.
 
     Args:
-        weights: of the export, by the names of model.py.
+        parts: see `split_weights`.
         folder: of the export.
-        form: a key of FORMATS.
-        model: the run's [model].
+        origin: which weights of which run these are, written into each file.
     """
     paths = []
     total_size = 0
     weight_map = {}
-    for part in split_weights(weights, form, model):
+    for part in parts:
         path = folder / f"model-{len(paths) + 1:05}.safetensors"
         # transformers needs "pt"
-        save_file(part, path, {"format": "pt", DIGEST: hash_tensors(part)})
+        metadata = {"format": "pt", DIGEST: hash_tensors(part), ORIGIN: format_origin(origin)}
+        save_file(part, path, metadata)
         shutil.copymode(folder / "config.json", path)  # safetensors writes 0600
         paths.append(path)
         total_size += sum(tensor.nbytes for tensor in part.values())
@@ -250,7 +265,7 @@ def check_export(trained: Trained, tokenizer: Tokenizer, out: Path) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         config = json.loads((out / "config.json").read_text())
-        read_tensors(out)  # raises RunError if a bit of a weight differs from its digest
+        read_tensors(out, config)  # raises RunError if a bit of a weight differs from its digest
         compare_tokenizers(out, tokenizer)
         compare_logits(trained, tokenizer, out, config)
     except RunError as error:
