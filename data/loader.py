@@ -59,12 +59,12 @@ class JoinedTokens:
         return self.parts[number], window - self.starts[number]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) of one window, (count,) uint16; window w starts at w * T.
+        """The first `count` tokens of the window that starts at `start`, a multiple of T.
 
         See `Tokens.read`.
         """
         part, window = self.find_part(start // self.block_size)
-        return part.read(window * self.block_size + start % self.block_size, count)
+        return part.read(window * self.block_size, count)
 
 
 class Loader:
@@ -401,9 +401,9 @@ def identify(metas: Sequence[Meta], weights: Sequence[float]) -> dict[str, str]:
 
 
 def to_shares(weights: Sequence[float]) -> np.ndarray:
-    """Convert weights to integers that sum to SHARE_SUM, each at least 1: (S,) int64."""
+    """Convert weights to integers that sum to SHARE_SUM: (S,) int64."""
     exact = np.array(weights, np.float64) / np.sum(weights) * SHARE_SUM
-    shares = np.maximum(1, np.floor(exact)).astype(np.int64)
+    shares = np.floor(exact).astype(np.int64)
     shares[np.argmax(shares)] += SHARE_SUM - shares.sum()
     return shares
 

@@ -8,7 +8,7 @@ import resource
 import shutil
 import tempfile
 from contextlib import ExitStack, nullcontext
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -253,14 +253,14 @@ def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(tmp_path, monkey
 # what a split of many files and of many bytes takes
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads Linux' /proc")
 def test_memory_of_a_split_is_released_as_it_is_read(tmp_path, monkeypatch):
-    """Of 2 x 8 MB that are read, a part stays mapped, and what follows is read right."""
+    """Of 2 x 8 MB that are read in parts, or a token in each 32 KiB, a part stays mapped."""
     monkeypatch.setattr(bins, "RELEASE_BYTES", 2**21)
     ids = np.arange(2**23, dtype=np.uint16) % 256
     folder = write_ids(tmp_path / "set", ids, shard_tokens=2**22)
     tokens = open_tokens(folder, "train")
     mapped = []
-    for start in range(0, len(ids), 2**14):
-        assert np.array_equal(tokens.read(start, 2**14), ids[start : start + 2**14])
+    for count, start in product((2**14, 1), range(0, len(ids), 2**14)):
+        assert np.array_equal(tokens.read(start, count), ids[start : start + count])
         if start % 2**20 == 0:
             text = Path("/proc/self/smaps").read_text()
             sizes = re.findall(rf"{folder}/train-\S+\n(?:\S+: .*\n)*?Rss: +(\d+) kB", text)
