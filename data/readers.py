@@ -23,9 +23,9 @@ from data import BARE_TOKENS, DataError
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 TEXT = (".txt", ".md")  # a file is a document
 JSON = (".jsonl", ".json")  # a line is a document
-ARCHIVE = "unpack archives (tar -xf, unzip) and name their folder"
+ARCHIVE = "Unpack archives (tar -xf, unzip) and name their folder"
 TABLE = (
-    "convert tables to .jsonl, for instance by pandas.read_csv(FILE, dtype=str, "
+    "Convert tables to .jsonl, for instance by pandas.read_csv(FILE, dtype=str, "
     "keep_default_na=False).to_json(NEW, orient='records', lines=True)"
 )
 # files that are no text of documents, though their start may be UTF-8, and what to do about them
@@ -36,7 +36,7 @@ OTHER = {
     ".tar": ARCHIVE,
     ".tgz": ARCHIVE,
     ".zip": ARCHIVE,
-    ".warc": "extract the text of WARC's web pages first, for instance by trafilatura",
+    ".warc": "Extract the text of WARC's web pages first, for instance by trafilatura",
 }
 STRINGS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 DOCUMENT_BYTES = 2**30  # of a line: a few MB of gzip may hold many GB

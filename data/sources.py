@@ -11,7 +11,16 @@ from typing import NamedTuple
 from common.files import check_regular
 from common.text import first_line
 from data import DataError
-from data.readers import BYTE_ORDER_MARK, DECOMPRESS, KINDS, OTHER, Input, is_text
+from data.readers import (
+    BYTE_ORDER_MARK,
+    DECOMPRESS,
+    JSON,
+    KINDS,
+    OTHER,
+    TEXT,
+    Input,
+    is_text,
+)
 
 
 class Source(NamedTuple):
@@ -94,8 +103,8 @@ def local_inputs(
         about_left = f"left: {'. '.join([count_names(left), *remedies])}"
         if not read:
             raise DataError(
-                f"{path}: no file of a known kind ({' '.join(KINDS)}) or of UTF-8 text: name "
-                f"another {option}, or convert it. {about_left}"
+                f"{path}: no file of a known kind ({' '.join(TEXT + JSON)}, plain or compressed, "
+                f".parquet) or of UTF-8 text: name another {option}, or convert it; {about_left}"
             )
         if is_folder:
             notes.append(f"{path}: read: {count_names(read)}; {about_left}")

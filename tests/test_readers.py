@@ -144,9 +144,9 @@ def test_paths_that_cannot_be_read(run, tmp_path):
         "pipe.txt": "a pipe, socket or device.*pipe.txt",
         "in/train.bin": "a .bin of nanoGPT or the like: tokens without a meta.json",
         "in": "a .bin of nanoGPT or the like: tokens without a meta.json",
-        "a.tar.gz": "a.tar.gz: no file of a known kind.*another --source.*unpack archives",
-        "b.warc": "no file of a known kind.*left: 1 .warc. extract the text of WARC",
-        "c.csv": "no file of a known kind.*convert tables to .jsonl",
+        "a.tar.gz": "a.tar.gz: no file of a known kind.*another --source.*Unpack archives",
+        "b.warc": "no file of a known kind.*left: 1 .warc. Extract the text of WARC",
+        "c.csv": "no file of a known kind.*Convert tables to .jsonl",
         "empty": "empty: no file of a known kind",
         "absent": "absent: no such file or folder: correct --source",
     }.items():
