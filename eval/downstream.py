@@ -177,7 +177,7 @@ def format_metric(values: TaskMetrics, metric: str) -> str:
     if metric not in values:
         return ""
     error = values.get(f"{metric}_stderr")
-    return f"{values[metric]:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+    return f"{values[metric]:.4f}" + (f" (SE {error:.4f})" if error is not None else "")
 
 
 def tabulate_differences(runs: Sequence[Path], scored: Sequence[dict[str, Scored]]) -> Table:

@@ -360,18 +360,9 @@ def find_fault(group: Group) -> str:
 
 
 def describe_gaps(group: Group) -> str:
-    """A note on unfinished runs of a group, and on losses that variants lack; "" without any."""
-    gaps = [f"{run.path} ({run.progress})" for run in group.compared if not run.ended]
-    wanted = len({run.seed for run in group.compared}) * len(group.ends)
-    for variant, runs in group.runs.items():
-        if len(runs) < wanted:
-            gaps.append(f"{variant} has {len(runs)} of {wanted} runs")
-    if not gaps:
+    """A note on compared runs that have not ended; "" without any."""
+    unfinished = [run.path.name for run in group.compared if not run.ended]
+    if not unfinished:
         return ""
-    at = "the end of each run"
-    if not group.key:
-        at = f"step {group.ends[0]:,}"
-    note = f"incomplete: {'; '.join(gaps)}. Losses are compared at {at}, by the seeds of both"
-    if group.label:
-        note = f"{group.label}: {note}"
-    return note
+    note = f"not at their end: {', '.join(unfinished)}. Losses are compared at step"
+    return join_labels([group.label, f"{note} {group.ends[0]:,}"])

@@ -74,16 +74,13 @@ def find_text_mismatch(runs: Sequence[Run]) -> str:
                 f"{run.faults[0]}, so the data of {run.path} is unknown; put back a copy, or "
                 "remove that checkpoint"
             )
-    keys = select_keys("validation_text")
-    if all(run.metadata for run in runs):  # which identifies the data better than its name
-        keys = [key for key in keys if not key.startswith("data.")]
     first_with: dict[str, tuple[Any, Run]] = {}  # {name: its value in the first run that has one}
     for run in runs:
         properties = {
             "data (sha256 in their checkpoints)": run.metadata.get("data"),
             "tokenizer (sha256 in their checkpoints)": run.metadata.get("tokenizer"),
         }
-        for key in keys:
+        for key in select_keys("validation_text"):
             properties[key] = run.value(key)
         for name, value in properties.items():
             if value is None:

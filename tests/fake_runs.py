@@ -103,63 +103,44 @@ def with_other(config: configure.Config, key: str) -> configure.Config:
     return config.model_copy(update={section: part.model_copy(update={name: other})})
 
 
+OF_ROUTERS = ("router/", "val/load", "val/dead", "val/gate")
+
+
 def metric_lines(
     config: configure.Config,
     end: float = 2.0,
     noise: float = 0.0,
     points: int = 10,
-    windows: int = 8,
-    documents: int = 0,
     until: float = 1.0,
     without: Sequence[str] = (),
-    measured: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Lines of a metrics.jsonl, with `points` evaluations after step 0 of a run that trained the
     part `until`.
 
-    `end` is the last validation loss, which seeds and windows move alike for all routers; `noise`
-    deviates this run's seed and windows alone. An evaluation has that many `windows`, of so many
-    `documents` (0: each of its own). Keys that begin with `without` are left out; every second
-    evaluation has those `measured`, 1 more than the loss.
+    `end` is the last validation loss, which seeds move alike for all routers; `noise` deviates
+    this run's alone. Keys that begin with `without` are left out.
     """
     model, steps = config.model, config.train.max_steps
     own = np.random.default_rng([config.run.seed, zlib.crc32(model.router.encode())])
     shift = 0.1 * (config.run.seed % 2) + noise * own.standard_normal()
-    text = 0.2 * np.random.default_rng(7).standard_normal(windows) + noise * own.standard_normal(
-        windows
-    )
     shares = own.dirichlet(np.ones(model.n_expert), model.n_layer)
+    if model.router == "dense":
+        without = (*without, *OF_ROUTERS)
+    if not model.router.startswith("kern"):
+        without = (*without, "router/gamma")
     lines = []
     for i in range(round(points * until) + 1):
         step, left = steps * i // points, 1 - i / points
         at = {"step": step, "tokens": step * config.train.batch_size * model.block_size}
-        losses = end + 3 * left**4 + shift + text
-        line = at | {"train/loss": float(losses[0]), "perf/tokens_per_sec": 1000.0 + i}
-        if model.router != "dense":
-            line |= {
-                "router/load_imbalance": 4 + left,
-                "router/entropy": 3 + left,
-                "router/gate_norm": 2 - left,
-            }
-        if model.router.startswith("kern"):
-            line |= {"router/gamma": 1.5 - left / 2}
-        if i:
-            lines.append(line)
-        line = at | {"val/loss": float(losses.mean()), "val/window_losses": losses}
-        line |= {key: line["val/loss"] + 1 for key in measured if i % 2 == 0}
-        line["val/window_documents"] = np.sort(np.arange(windows) % (documents or windows))
-        if model.router != "dense":
-            line |= {
-                "val/gate_norm": 2 - left,
-                "val/load_imbalance": 2 + left,
-                "val/dead_experts": 5,
-            }
-            line |= {"val/loads": np.floor(1000 * shares)}
-        lines.append(line)
-    for line in lines:
-        for key in list(line):
-            if key.startswith(tuple(without)):
-                del line[key]
+        loss = end + 3 * left**4 + shift
+        log = {"train/loss": loss + 0.1, "perf/tokens_per_sec": 1000.0 + i}
+        log |= {"router/load_imbalance": 4 + left, "router/entropy": 3 + left}
+        log |= {"router/gate_norm": 2 - left, "router/gamma": 1.5 - left / 2}
+        val = {"val/loss": loss, "val/gate_norm": 2 - left, "val/load_imbalance": 2 + left}
+        val |= {"val/dead_experts": 5, "val/loads": np.floor(1000 * shares)}
+        for values in (log, val) if i else (val,):
+            kept = {key: values[key] for key in values if not key.startswith(tuple(without))}
+            lines.append(at | kept)
     return lines
 
 

@@ -398,7 +398,7 @@ def test_table_of_results():
 
     head, rows = tabulate(six)
     assert head[2:] == ["acc", "acc_norm", "bits_per_byte", "chance", "paper"]
-    scores = ["0.3000 ± 0.0100", "0.9000 ± 0.0200", "1.5000 ± 0.2500"]
+    scores = ["0.3000 (SE 0.0100)", "0.9000 (SE 0.0200)", "1.5000 (SE 0.2500)"]
     assert rows[3] == ["piqa", "7", *scores, "0.5000", "0.7089"]
     assert rows[6] == ["average", "", "0.2500", "", "", "0.3333", "0.5214"]
     chances = [task.chance for task in tasks.TASKS.values()]
@@ -408,7 +408,7 @@ def test_table_of_results():
     group = {"acc": 0.5, "documents": None}
     head, rows = tabulate({"text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}, "all": group})
     assert head[4:6] == ["bits_per_byte", "nll"]
-    assert rows[0] == ["text", "3", "", "", "", "1.0000 ± 0.1000", "", ""]
+    assert rows[0] == ["text", "3", "", "", "", "1.0000 (SE 0.1000)", "", ""]
     assert rows[1][:3] == ["all", "", "0.5000"]
 
 
