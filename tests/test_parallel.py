@@ -205,9 +205,8 @@ def test_same_run_on_any_number_of_ranks(outcome, alone, name):
     if CASES[name].model in ("biased", "quantile"):
         assert ran.reports[0]["buffers"]["blocks.1.mlp.router.selection_bias"].any()
     if CASES[name].model == "kern":
-        assert_same_columns(
-            ran.lines, alone("kern")[1].lines, "router/gamma", "val/gate_norm", "val/gate_sum"
-        )
+        names = ["router/gamma", "val/gate_norm", "val/gate_sum", "val/balance_loss"]
+        assert_same_columns(ran.lines, alone("kern")[1].lines, *names)
     if CASES[name].model == "dense":  # with masks, and a mean of the weights
         assert_same_columns(ran.lines, alone("dense")[1].lines, "val_ema/loss")
 

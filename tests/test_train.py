@@ -21,11 +21,12 @@ from tqdm import tqdm
 
 import train
 from data.bins import open_tokens
-from data.loader import fixed_windows, windows
+from data.loader import choose_validation, fixed_windows, windows
 from eval import val_loss
 from eval.routing import record_routing
 from eval.trained import load_model
 from hf.export import export
+from model import GPT
 from runtime import RunError, cadence, checkpoint, distributed, reporter
 from runtime.folder import RunFolder, path_of
 from runtime.launch import Stop
@@ -149,6 +150,23 @@ def test_measures_of_an_evaluation_are_means_over_its_tokens(tiny):
     assert column(lines, "val/zero_gates")[-1] == pytest.approx(n_zero, rel=1e-5)
 
 
+def test_a_rank_without_windows_counts_none(tiny, monkeypatch):
+    """It reads one because under FSDP2 every rank joins every pass."""
+    config = tiny("eval.windows=1")
+    tokens = open_tokens(config.data.folders[0], "val")
+    model = GPT(config.model)
+    monkeypatch.setattr(distributed, "sum_over_ranks", lambda tensor: tensor)
+    monkeypatch.setattr(distributed, "any_rank", lambda flags, ranks: flags)
+    values = measure_loss(
+        SimpleNamespace(runner=model, forward=model),
+        choose_validation([tokens], 32, 1),
+        config,
+        distributed.Ranks(1, 2, torch.device("cpu")),
+        Stop(),
+    )
+    assert values["val/loss"] == values["val/loads"].sum() == values["val/gate_norm"] == 0
+
+
 def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
     lines = run(tiny("train.dtype=float16", "train.balance_loss_coef=0.01"))
     assert "warning: float16 on a CPU" in capsys.readouterr().out
@@ -191,8 +209,11 @@ def test_metrics_are_means_over_the_log_interval(tiny):
 def test_measures_of_micro_batches_are_those_of_the_batch(tiny):
     lines = []
     for size in (8, 2):
-        lines.append(run(tiny(f"run.name={size}", f"train.micro_batch_size={size}"))[1])
-    for name in ("train/loss", "router/zero_gates"):
+        own = [f"run.name={size}", f"train.micro_batch_size={size}"]
+        both = ["train.balance_loss_coef=0.1", "train.z_loss_coef=0.1"]
+        lines.append(run(tiny(*own, *both))[1])
+        assert "train/balance_loss" not in lines[-1]  # unknown: aux_loss is the sum of both
+    for name in ("train/loss", "train/aux_loss", "router/zero_gates"):
         assert lines[0][name] == pytest.approx(lines[1][name], rel=1e-4), name
     for name in ("entropy", "gate_norm", "gate_sum"):
         key = f"router/{name}_of_layers"
