@@ -11,10 +11,11 @@ python -m scripts.sweep config/quickstart.toml
 folders=$(python -m scripts.sweep config/quickstart.toml --dry-run | sed -n 's/.*finished already: //p')
 echo
 echo "4 of 4: report and sample"
-{ page=$(python -m scripts.report $folders | tee /dev/fd/3 | sed -n 's/^report: //p'); } 3>&1
+python -m scripts.report $folders --out runs/report-quickstart
 kern=$(tail -n 1 <<< "$folders")
 echo
 echo "--- a sample of $kern ---"
 python -m scripts.sample "$kern" --prompt $'class Stack:\n    def ' --tokens 500
 echo
-echo "The curves are in $page. The commands above work after: source .venv/bin/activate"
+echo "The curves are in runs/report-quickstart/report.html."
+echo "The commands above work after: source .venv/bin/activate"

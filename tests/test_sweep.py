@@ -161,21 +161,23 @@ def test_the_quickstart_reports_the_folders_of_its_sweep(tmp_path):
         'echo "2 points, 2 finished"\n'
         'echo "[1/2] finished already: runs/quickstart-dense"\n'
         'echo "[2/2] finished already: runs/quickstart-kern-lr0.1";;\n'
-        '*scripts.report*) echo "a table"; echo "report: runs/page.html";;\nesac\n'
+        'esac\n[ -t 1 ] && echo "in a terminal" >> notes\nexit 0\n'
     )
     python.chmod(0o755)
     environment = dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    command = ["bash", scripts / "quickstart.sh"]
+    command = shlex.join(["bash", str(scripts / "quickstart.sh")])
+    # script's terminal: the tables of a report fit it
+    in_terminal = ["script", "-qec", command, "/dev/null"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        in_terminal, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True
     )
-    assert "\na table\nreport: runs/page.html\n" in done.stdout
-    last = (
-        "The curves are in runs/page.html. The commands above work after: source .venv/bin/activate"
-    )
-    assert done.stdout.endswith(f"\n{last}\n")
+    page, activate = done.stdout.splitlines()[-2:]
+    assert "runs/report-quickstart/report.html" in page
+    assert activate.endswith(": source .venv/bin/activate")
     notes = (tmp_path / "notes").read_text()
-    assert "scripts.report runs/quickstart-dense runs/quickstart-kern-lr0.1\n" in notes
+    folders = "runs/quickstart-dense runs/quickstart-kern-lr0.1"
+    page = f"scripts.report {folders} --out runs/report-quickstart\nin a terminal\n"
+    assert page in notes
     assert "scripts.sample runs/quickstart-kern-lr0.1 --prompt" in notes
 
 
