@@ -7,7 +7,7 @@ that a Python that cannot run them is named in a line.
 import sys
 from importlib.util import find_spec
 
-NEEDED = ("torch", "numpy", "pydantic", "tqdm")  # by all commands
+NEEDED = ("torch", "numpy", "pydantic", "tqdm", "safetensors")  # others are imported when used
 
 
 def find_python_problem() -> str:

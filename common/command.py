@@ -37,6 +37,14 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
             return main(*args, **kwargs) or 0
         except BrokenPipeError:  # an OSError, but run_command handles it
             raise
+        except ModuleNotFoundError as error:
+            package = str(error.name).partition(".")[0]
+            if find_spec(package):  # it is there: a fault of this project
+                raise
+            print(
+                f"error: {package} not installed: pip install -r requirements.txt", file=sys.stderr
+            )
+            return 2
         except (ValueError, OSError) as error:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"error: {describe_error(error)}", file=sys.stderr)

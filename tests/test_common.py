@@ -13,6 +13,7 @@ import termios
 import threading
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from pydantic import BaseModel
 from runs import REPO_ROOT
 from tqdm import TMonitor
 
-from common import find_python_problem
+from common import NEEDED, find_python_problem
 from common.command import build_parser, command, require_packages, run_command
 from common.files import DamagedFile, read_json, short_path, write_atomic
 from common.progress import progress_bar
@@ -60,6 +61,17 @@ def test_an_error_of_a_command_is_one_line_and_exit_code_2(error, capsys, monkey
     for other in (TypeError("a bug"), BrokenPipeError(), KeyboardInterrupt()):  # pass through
         with pytest.raises(type(other)):
             command(raising(other))([])
+
+
+def test_a_package_that_is_imported_late_is_named(capsys):
+    def run(name):
+        import_module(name)
+
+    assert command(run)("no_such_package.part") == 2
+    said = "error: no_such_package not installed: pip install -r requirements.txt\n"
+    assert capsys.readouterr() == ("", said)
+    with pytest.raises(ModuleNotFoundError):  # a bug
+        command(run)("common.no_such_module")
 
 
 def test_an_error_of_a_path_starts_with_the_path(tmp_path, capsys):
@@ -115,7 +127,7 @@ def test_a_python_that_cannot_run_the_commands_is_named(monkeypatch):
         done = subprocess.run(
             [sys.executable, "-S", *words], cwd=REPO_ROOT, capture_output=True, text=True
         )
-        said = f"error: torch, numpy, pydantic, tqdm not installed for {sys.executable}: source "
+        said = f"error: {', '.join(NEEDED)} not installed for {sys.executable}: source "
         assert done.returncode == 2 and done.stderr.startswith(said)
         assert done.stderr.count("\n") == 1 and done.stdout == ""
     assert find_python_problem() == ""
