@@ -113,7 +113,7 @@ class Encoder(NamedTuple):
             text = decode_utf8(raw.data)
             return self._find_field(json.loads(text)) if raw.is_json else text
         except json.JSONDecodeError as error:
-            fault = f"is not JSON ({error}): correct or remove it"
+            fault = f"is not JSON ({error}): expected one object per line; correct or remove it"
         except (ValueError, RecursionError) as error:
             fault = str(error)
         if self.skip_bad:
@@ -123,7 +123,9 @@ class Encoder(NamedTuple):
     def _find_field(self, row: Any) -> str:
         """The text of a row of JSON. Raises ValueError that names the fault."""
         if not isinstance(row, dict):
-            raise ValueError("is not a JSON object: correct or remove it")
+            raise ValueError(
+                "is not a JSON object, one of which is expected per line: correct or remove it"
+            )
         if self.text_field not in row:
             fields = ", ".join(map(repr, row)) or "none at all"
             raise ValueError(

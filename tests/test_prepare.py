@@ -405,9 +405,10 @@ def test_a_few_documents_are_cut_each(few, tmp_path, small_batches, many_workers
     (tmp_path / "a.jsonl").write_bytes(jsonl(["", *texts[:5], " "]))
     (tmp_path / "b.jsonl").write_bytes(jsonl(texts[5:]))
     args = ("text", "--source", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--val-fraction", 0.25)
+    args += ("--workers", 2)
     out = few(*args)
     assert "warning: 9 documents, too few to set some aside: validation is the last 25%" in out
-    assert "2 empty documents" in out
+    assert "2 empty documents" in out and ", bytes, 2 workers" in out
     cuts = [150 * i for i in range(1, 10)]
     assert texts_of(tmp_path / "out/text") == {
         "train": "<|endoftext|>".join(text[:cut] for text, cut in zip(texts, cuts, strict=True)),
@@ -466,7 +467,7 @@ def test_val_source(few, tmp_path, small_batches, many_workers):
     }
     write_tree(tmp_path, files)
     args = ("text", "--source", tmp_path / "in", "--val-source", tmp_path / "val")
-    args += (tmp_path / "c.txt",)
+    args += (tmp_path / "c.txt", "--workers", 2)
     out = few(*args)
     assert "warning" not in out and "of 40 and 12 documents" in out
     assert "left out: 1 empty document, 0 that cannot be read, 3 for training that are in" in out
