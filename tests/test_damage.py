@@ -121,7 +121,6 @@ STEP = "runs/tiny/checkpoints/step_00000002"
 FOREIGN = {  # {file: commands that read it}
     f"{STEP}/manifest.json": ("train", "report", "watch", "val_loss", "sample", "export"),
     "runs/tiny/metrics.jsonl": ("train", "report", "watch"),
-    "runs/tiny/arrays/val_00000002.npz": ("report",),
 }
 FOREIGN_CASES = [(file, command) for file, commands in FOREIGN.items() for command in commands]
 

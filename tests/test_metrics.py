@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from runs import largest_file
 
 from runtime import RunError
+from runtime.identity import Identity
 from runtime.metrics import ARRAYS, History, Metrics, read_metrics
 
 
@@ -276,6 +278,29 @@ def test_lists_in_the_metrics_of_old_runs_are_read_and_kept(tmp_path):
     log_run(tmp_path, range(2, 4), resume_step=1).close()
     assert read_metrics(tmp_path / "metrics.jsonl", ARRAYS)[0] == old
     assert [step for step, name in read_all(tmp_path) if name == "router/loads"] == [1, 2, 3]
+
+
+def test_files_have_the_id_of_their_run_and_those_of_another_are_refused(tmp_path):
+    for name, run_id in (("one", "0123456789abcdef"), ("two", "fedcba9876543210")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "run_id").write_text(run_id)
+        identity = Identity(folder, run_id, folder.stat().st_ino)
+        metrics = Metrics(folder, -1, identity=identity)
+        metrics.log(0, 0, **{"val/loss": 2.0, "val/window_losses": torch.ones(2)})
+        metrics.close()
+        assert steps(folder) == [0] and len(read_all(folder)) == 1
+    for file in ("metrics.jsonl", "arrays/val_00000000.npz"):
+        own = (tmp_path / "one" / file).read_bytes()
+        shutil.copy(tmp_path / "two" / file, tmp_path / "one" / file)
+        refused = f"{file}: of another run: its run_id is fedcba9876543210, that of .* is 0123456"
+        with pytest.raises(RunError, match=refused):
+            read_all(tmp_path / "one")
+        (tmp_path / "one" / file).write_bytes(own)
+    assert len(read_all(tmp_path / "one")) == 1
+    (tmp_path / "one/run_id").unlink()  # as a folder of an older version
+    shutil.copy(tmp_path / "two/metrics.jsonl", tmp_path / "one/metrics.jsonl")
+    assert steps(tmp_path / "one") == [0]
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK", None])
