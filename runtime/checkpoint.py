@@ -40,10 +40,18 @@ from torch.utils._pytree import tree_map
 
 from common.files import check_regular, sync_folder, write_atomic
 from configure.schema import Train
-from runtime import RankError, RunError, describe_write_errors, distributed
+from runtime import (
+    RankError,
+    RunError,
+    advise,
+    describe_read_error,
+    describe_write_errors,
+    distributed,
+)
 from runtime.distributed import Ranks
 from runtime.identity import Identity
 from runtime.runs import (
+    LOST,
     MANIFEST,
     DamagedError,
     folder_of,
@@ -242,9 +250,11 @@ class Saver(AbstractContextManager["Saver"]):
             return moved
         if self.first:
             shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)
+        if isinstance(error, CheckpointException):  # it has the errors of all ranks
+            error = next(iter(error.failures.values()))[0]
         return RunError(
             f"{path}: the checkpoint could not be written ({_last_line(error)}). Older ones are "
-            "intact. Make room on the disk and start the run again"
+            f"intact. {advise(error)}, and start the run again"
         )
 
     def _make_folder(self, folder: Path) -> None:
@@ -345,7 +355,8 @@ def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
         (step, metadata), or (0, {}) where there is no checkpoint.
 
     Raises:
-        RunError: all checkpoints are damaged.
+        RunError: all checkpoints are damaged; or one cannot be read now, or is of another run, and
+            then none is renamed.
     """
     saved = steps(folder)
     for step in reversed(saved):
@@ -360,7 +371,7 @@ def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
                 with describe_write_errors(path):
                     os.replace(path, quarantine)
     # starting over in this folder would drop the run's metrics
-    if saved or any(Path(folder).glob("step_*.damaged")):
+    if saved or steps(folder, ".damaged"):
         raise RunError(
             f"{folder}: all checkpoints are damaged and quarantined. Start over in a new folder "
             "(--fresh), or restore a copy of one of them under its name"
@@ -371,25 +382,42 @@ def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
 def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
     """The manifest of the checkpoint `path`, with all files compared; `ranks` share the reading.
 
-    Raises DamagedError, on all ranks, if a file differs from the manifest.
+    Raises, on all ranks:
+        DamagedError: a file differs from the manifest, or is missing.
+        UnreadableError: a file cannot be read now.
+        ForeignError: the checkpoint is in the folder of another run.
     """
     if ranks is None:
         ranks = Ranks(0, 1, torch.device("cpu"))
-    fault = None
+    fault: RunError | None = None
     manifest = {}
     try:
         manifest = read_manifest(path)
         for name in sorted(manifest["files"])[ranks.rank :: ranks.world_size]:
-            if _describe_file(path / name) != manifest["files"][name]:
-                raise DamagedError(f"{path / name}: damaged, checksum mismatch")
-    except DamagedError as error:
-        fault = str(error)
-    except OSError as error:
-        fault = f"{error.filename or path}: damaged, it cannot be read ({error.strerror})"
-    for rank_fault in distributed.gather(fault, ranks.control):
-        if rank_fault:
-            raise DamagedError(rank_fault)
+            _verify_file(path / name, manifest["files"][name])
+    except RunError as error:
+        fault = error
+    faults = [fault for fault in distributed.gather(fault, ranks.control) if fault]
+    if faults:  # one that is no damage comes first: nobody may rename the checkpoint
+        raise min(faults, key=lambda fault: isinstance(fault, DamagedError))
     return manifest
+
+
+def _verify_file(file: Path, entry: dict[str, Any]) -> None:
+    """Compare a file with its entry in the manifest, its length first: a long one takes minutes.
+
+    Raises DamagedError, or UnreadableError if it cannot be read now.
+    """
+    try:
+        size = file.stat().st_size
+        if size != entry.get("bytes"):
+            raise DamagedError(f"{file}: damaged, {size:,} bytes, not as many as were written")
+        if _describe_file(file) != entry:
+            raise DamagedError(f"{file}: damaged, checksum mismatch")
+    except LOST as error:
+        raise DamagedError(f"{file}: damaged, {error.strerror.lower()}") from error
+    except OSError as error:
+        raise describe_read_error(file, error) from error
 
 
 def restore(

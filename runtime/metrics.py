@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from common.files import write_atomic
 from common.text import first_line
-from runtime import RunError, describe_write_errors
+from runtime import RunError, describe_read_error, describe_write_errors
 from runtime.identity import ID_FORM, RUN_ID, ForeignError, Identity, check_origin
 
 if TYPE_CHECKING:  # scripts.watch imports this module without torch
@@ -416,10 +416,14 @@ def load_arrays(file: Path, names: Sequence[str]) -> dict[int, Line]:
     Raises RunError if it is damaged.
     """
     rows: dict[int, Line] = {}
+    if not file.is_file():  # opening a FIFO would wait for a process that writes to it
+        raise RunError(f"{file} is not a regular file; remove it: the run does without it")
     try:
-        if not file.is_file():  # opening a FIFO would wait for a process that writes to it
-            raise OSError("not a regular file")
-        with np.load(file) as data:
+        content = file.read_bytes()
+    except OSError as error:
+        raise describe_read_error(file, error) from error
+    try:
+        with np.load(io.BytesIO(content)) as data:
             if RUN_ID in data.files:
                 check_origin(file, str(data[RUN_ID]), file.absolute().parents[1])
             for step in data["step"]:

@@ -21,12 +21,14 @@ from common.files import check_regular, is_locked
 from common.text import escape_controls
 from configure import Config
 from configure.schema import KEYS, Mix, has_effect
-from runtime import FAILURE_FILE, RunError, check_is_run
+from runtime import FAILURE_FILE, RunError, check_is_run, describe_read_error
 from runtime.identity import RUN_ID, check_origin
 from runtime.metrics import History, Line, add_arrays, read_metrics
 
 # ---- checkpoints: where they are, and manifest.json
 MANIFEST = "manifest.json"
+# Errors of reading a file that is not there any more: the others say nothing about its bytes.
+LOST = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedError(RunError):
@@ -36,9 +38,17 @@ class DamagedError(RunError):
 def steps(folder: str | Path, end: str = "") -> list[int]:
     """Steps of the checkpoints in `folder`, ascending; empty if it does not exist.
 
-    Names of quarantined checkpoints end in .damaged: pass that as `end` to list them.
+    Names of quarantined checkpoints end in .damaged: pass that as `end` to list them. Raises
+    UnreadableError if the folder cannot be listed.
     """
-    return sorted(int(path.name[5:13]) for path in Path(folder).glob(f"step_{8 * '[0-9]'}{end}"))
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise describe_read_error(Path(folder), error) from error
+    matches = (re.fullmatch(rf"step_([0-9]{{8}}){re.escape(end)}", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def folder_of(folder: str | Path, step: int) -> Path:
@@ -53,7 +63,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         `step`; `files`: {name: {bytes, sha256}}; `facts`: the metadata.
 
     Raises:
-        DamagedError: it is missing, unreadable or changed.
+        DamagedError: it is missing or changed.
+        UnreadableError: it cannot be read now.
         ForeignError: the checkpoint is in the folder of another run.
     """
     file = Path(path, MANIFEST)
@@ -64,11 +75,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
         body = json.loads(text)["body"]
         is_own = path.name == folder_of("", body["step"]).name
         names_are_plain = all(Path(name).name == name for name in body["files"])  # no subfolders
-        has_form = isinstance(body["files"], dict) and isinstance(body["facts"], dict)
+        has_form = isinstance(body["facts"], dict)
+        has_form = has_form and all(isinstance(file, dict) for file in body["files"].values())
         intact = text == format_manifest(body) and is_own and names_are_plain and has_form
+    except LOST as error:
+        raise DamagedError(f"{file}: damaged, {error.strerror.lower()}") from error
     except OSError as error:
-        raise DamagedError(f"{file}: damaged, it cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, RecursionError):
+        raise describe_read_error(file, error) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise DamagedError(f"{file}: damaged, checksum mismatch")

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from configure.schema import Model, Optim, Train
 from model import GPT
-from runtime import RankError, RunError, checkpoint
+from runtime import RankError, RunError, checkpoint, describe_write_errors
 from runtime.checkpoint import DamagedError
 from runtime.folder import RunFolder
 from runtime.runs import format_manifest
@@ -190,10 +190,7 @@ def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged
         "step_00000005/__0_0.distcp: damaged" in newest
         and "quarantined as step_00000005.damaged" in newest
     )
-    assert (
-        "step_00000004/manifest.json: damaged, it cannot be read (No such file or directory)"
-        in older
-    )
+    assert "step_00000004/manifest.json: damaged, no such file or directory" in older
     assert sorted(content(tmp_path).values()) == before
     write(tmp_path, 4, keep=2)  # quarantined ones do not count
     assert names(tmp_path) == [
@@ -287,6 +284,66 @@ def test_any_damage_of_a_file_is_detected(copied, name):
         (copied / name).unlink() if damaged is None else (copied / name).write_bytes(damaged)
         with pytest.raises(DamagedError, match=f"{copied.name}/{name}: damaged"):
             checkpoint.verify(copied)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json", ""])
+def test_what_cannot_be_read_is_not_damaged(copied, monkeypatch, name, number):
+    """An error that passes: nothing is renamed, and the next start goes on."""
+    before = content(copied.parent)
+    place = copied / name if name else copied.parent
+
+    def fail_there(call):
+        def failing(path, *args, **options):
+            if str(path) == str(place):
+                raise OSError(number, os.strerror(number), str(path))
+            return call(path, *args, **options)
+
+        return failing
+
+    with monkeypatch.context() as patch:
+        for owner, call in ((os, "listdir"), (Path, "read_bytes"), (checkpoint, "_describe_file")):
+            patch.setattr(owner, call, fail_there(getattr(owner, call)))
+        with pytest.raises(
+            RunError, match=f"^{place} cannot be read .{os.strerror(number)}.*intact"
+        ):
+            checkpoint.latest(copied.parent, ALONE)
+    assert content(copied.parent) == before
+    assert checkpoint.latest(copied.parent, ALONE)[0] == 2
+
+
+def test_a_length_is_compared_before_a_hash(copied, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_describe_file", None)
+    with (copied / ".metadata").open("ab") as file:
+        file.truncate(2**40)
+    with pytest.raises(DamagedError, match=r"\.metadata: damaged, 1,099,511,627,776 bytes"):
+        checkpoint.verify(copied)
+
+
+ADVICE = {
+    errno.EIO: "Check the disk and its network",
+    errno.EACCES: "Give yourself the right",
+    errno.ENOSPC: "Make room on the disk",
+    errno.EDQUOT: "Make room on the disk",
+}
+
+
+@pytest.mark.parametrize("number", ADVICE)
+def test_the_remedy_is_that_of_the_error(tmp_path, monkeypatch, number):
+    def fail(*args, **options):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_atomic", fail)
+        with pytest.raises(RunError, match=f"{os.strerror(number)}.*intact. {ADVICE[number]}"):
+            write(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp.FileSystemWriter, "write_data", fail)
+        with pytest.raises(RunError, match=f"{os.strerror(number)}.*intact. {ADVICE[number]}"):
+            write(tmp_path, 1)
+    with pytest.raises(RunError, match=f"^here cannot be written .*{ADVICE[number]}"):
+        with describe_write_errors("here"):
+            fail()
 
 
 # ---- kills and a full disk before any call to the file system
