@@ -32,13 +32,25 @@ def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> 
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        rename(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         error.filename = error.filename or str(path)  # which a full disk does not name
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def rename(old: Path, new: Path) -> None:
+    """os.replace, for file servers that report an error of a rename that has succeeded.
+
+    NFS does so where its answer was lost and the request was sent again. Raises OSError.
+    """
+    try:
+        os.replace(old, new)
+    except OSError:
+        if os.path.lexists(old) or not os.path.lexists(new):
+            raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,6 +11,7 @@ Reading one executes nothing: torch's readers would unpickle anything, ours acce
 
 import hashlib
 import logging
+import math
 import os
 import pickle
 import shutil
@@ -38,7 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_map
 
-from common.files import check_regular, sync_folder, write_atomic
+from common.files import check_regular, rename, sync_folder, write_atomic
 from configure.schema import Train
 from runtime import (
     RankError,
@@ -103,8 +104,7 @@ class Saver(AbstractContextManager["Saver"]):
         self.ranks = ranks
         self.limit = 60 * LONGEST_SAVE * train.timeout_minutes  # seconds of a save
         self.raises = True  # a failed save
-        self.keep = train.keep_checkpoints
-        self.keep_steps = train.kept_steps
+        self.train = train
         self.first = ranks.rank == 0
         self.writes = sharded or self.first
         self.writers: Any = None  # the group that writes together
@@ -250,11 +250,9 @@ class Saver(AbstractContextManager["Saver"]):
             return moved
         if self.first:
             shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)
-        if isinstance(error, CheckpointException):  # it has the errors of all ranks
-            error = next(iter(error.failures.values()))[0]
         return RunError(
             f"{path}: the checkpoint could not be written ({_last_line(error)}). Older ones are "
-            f"intact. {advise(error)}, and start the run again"
+            f"intact. {advise(_find_cause(error))}, and start the run again"
         )
 
     def _make_folder(self, folder: Path) -> None:
@@ -286,13 +284,12 @@ class Saver(AbstractContextManager["Saver"]):
         manifest = format_manifest({"step": step, "files": entries, "facts": metadata})
         self._check_folder()
         write_atomic(temporary / MANIFEST, manifest, durable=True)
-        os.replace(temporary, path)
+        rename(temporary, path)
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
-        for old in steps(self.folder)[: -self.keep]:
-            if old not in self.keep_steps:
-                self._check_folder()
-                remove_checkpoint(folder_of(self.folder, old))
+        for old in list_extra(self.folder, self.train):
+            self._check_folder()
+            remove_checkpoint(old)
 
     def _check_folder(self) -> None:
         """Raise RunError if the folder at the run's path is no longer its own."""
@@ -325,6 +322,13 @@ def _lower_priority() -> None:
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def list_extra(folder: Path, train: Train, newest: float = math.inf) -> list[Path]:
+    """The checkpoints up to step `newest` that neither keep_checkpoints nor keep_steps keeps."""
+    saved = [step for step in steps(folder) if step <= newest]
+    old = set(saved[: -train.keep_checkpoints]) - train.kept_steps
+    return [folder_of(folder, step) for step in sorted(old)]
 
 
 def remove_partial_saves(folder: str | Path) -> None:
@@ -369,7 +373,7 @@ def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
                 print(f"warning: {error}; it is quarantined as {quarantine.name}", flush=True)
                 shutil.rmtree(quarantine, ignore_errors=True)
                 with describe_write_errors(path):
-                    os.replace(path, quarantine)
+                    rename(path, quarantine)
     # starting over in this folder would drop the run's metrics
     if saved or steps(folder, ".damaged"):
         raise RunError(
@@ -415,7 +419,7 @@ def _verify_file(file: Path, entry: dict[str, Any]) -> None:
         if _describe_file(file) != entry:
             raise DamagedError(f"{file}: damaged, checksum mismatch")
     except LOST as error:
-        raise DamagedError(f"{file}: damaged, {error.strerror.lower()}") from error
+        raise DamagedError(f"{file}: damaged, {os.strerror(error.errno or 0).lower()}") from error
     except OSError as error:
         raise describe_read_error(file, error) from error
 
@@ -534,7 +538,11 @@ def _fill_tensors(reader: "Reader", state: dict[str, Any]) -> None:
     try:
         reader.read_metadata()  # torch would log two tracebacks if it is refused
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    except (Exception, CheckpointException) as error:  # the bytes are right: another model or torch
+    except (Exception, CheckpointException) as error:
+        cause = _find_cause(error)
+        if isinstance(cause, OSError):
+            raise describe_read_error(Path(cause.filename or reader.path), cause) from error
+        # the bytes are right: another model or torch
         raise RunError(
             f"{reader.path} does not fit this run ({type(error).__name__}: {_last_line(error)}). "
             "Start over in a new folder (--fresh), or use the code that wrote it"
@@ -607,6 +615,13 @@ def _describe_file(path: Path) -> dict[str, Any]:
             "bytes": path.stat().st_size,
             "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
         }
+
+
+def _find_cause(error: BaseException) -> BaseException:
+    """The first of the errors of all ranks that torch collects; else the error itself."""
+    if isinstance(error, CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
 def _last_line(error: BaseException) -> str:

@@ -79,7 +79,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         has_form = has_form and all(isinstance(file, dict) for file in body["files"].values())
         intact = text == format_manifest(body) and is_own and names_are_plain and has_form
     except LOST as error:
-        raise DamagedError(f"{file}: damaged, {error.strerror.lower()}") from error
+        raise DamagedError(f"{file}: damaged, {os.strerror(error.errno or 0).lower()}") from error
     except OSError as error:
         raise describe_read_error(file, error) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

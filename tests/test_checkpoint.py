@@ -341,9 +341,9 @@ def test_the_remedy_is_that_of_the_error(tmp_path, monkeypatch, number):
         patch.setattr(dcp.FileSystemWriter, "write_data", fail)
         with pytest.raises(RunError, match=f"{os.strerror(number)}.*intact. {ADVICE[number]}"):
             write(tmp_path, 1)
-    with pytest.raises(RunError, match=f"^here cannot be written .*{ADVICE[number]}"):
-        with describe_write_errors("here"):
-            fail()
+    refused = f"^here cannot be written .*{ADVICE[number]}"
+    with pytest.raises(RunError, match=refused), describe_write_errors("here"):
+        fail()
 
 
 # ---- kills and a full disk before any call to the file system

@@ -24,7 +24,7 @@ from tqdm import TMonitor
 
 from common import NEEDED, find_python_problem
 from common.command import build_parser, command, require_packages, run_command
-from common.files import DamagedFile, read_json, short_path, write_atomic
+from common.files import DamagedFile, read_json, rename, short_path, write_atomic
 from common.progress import progress_bar
 from common.text import (
     escape_controls,
@@ -176,6 +176,27 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
             with pytest.raises(OSError, match="Input/output"):
                 write_atomic(tmp_path / "file", "new")
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_a_rename_that_is_reported_as_failed_after_it_succeeded(tmp_path, monkeypatch):
+    """As NFS does; one that has failed is an error."""
+    replace = os.replace
+
+    def report_failure(old, new):
+        if "failing" not in str(new):
+            replace(old, new)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(old))
+
+    (tmp_path / "failing").write_text("old")
+    monkeypatch.setattr(os, "replace", report_failure)
+    write_atomic(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "new"
+    with pytest.raises(FileNotFoundError):
+        write_atomic(tmp_path / "failing", "new")
+    with pytest.raises(FileNotFoundError):
+        rename(tmp_path / "gone", tmp_path / "failing to be")
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["failing", "file"]
+    assert (tmp_path / "failing").read_text() == "old"
 
 
 class Point(BaseModel, strict=True, extra="forbid"):
