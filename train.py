@@ -12,12 +12,13 @@ again.
 
 import sys
 
-from runtime.launch import Stop, check_command, launch, run_until_exit
+from runtime.launch import Stop, check_command, launch, protect_output, run_until_exit
 
 # Importing torch needs seconds: a signal to stop is noted, and a typo or missing data reported,
 # before.
 STOP = Stop()
 if __name__ == "__main__":
+    protect_output()
     STOP.listen()
     check_command(sys.argv[1:])
 
@@ -224,7 +225,7 @@ def train(
         Stopped: asked to stop; a checkpoint is saved.
     """
     stop = stop or Stop()
-    finished = RunFolder(path_of(config)).describe_finished(config)
+    finished = RunFolder(path_of(config)).close_finished(config)
     if finished:
         return distributed.print_once(finished)
     if config.train.deterministic:

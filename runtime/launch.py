@@ -4,11 +4,11 @@ It imports torch only within `launch`: a typo or missing data is reported before
 """
 
 import ctypes
-import errno
 import io
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,19 +23,47 @@ if TYPE_CHECKING:  # functions import what needs time: a signal is noted before
 
 # ---- requests to stop: SIGTERM (scheduler), SIGUSR1 (Slurm), SIGINT (Ctrl-C), SIGHUP (terminal)
 EXIT_CODE = 75  # asked to stop, saved, to be started again: EX_TEMPFAIL of sysexits.h
+OUTPUT_LOG = "output.log"  # in a run's folder
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
-class _Terminal(io.FileIO):
-    """Output that ignores EIO: a terminal may be closed before its signal SIGHUP arrives."""
+class Output(io.FileIO):
+    """stdout or stderr that may be lost: a closed terminal, a `tee` that died, a full disk.
+
+    What cannot be written is dropped, and a line goes to OUTPUT_LOG in the run's folder.
+    """
+
+    folder: Path | None = None  # of the run, once it is known
+    is_noted = False
 
     def write(self, data: Any) -> int:
         try:
-            return super().write(data)
+            return super().write(data) or 0
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
+            self._note(error)
             return len(data)
+
+    def _note(self, error: OSError) -> None:
+        """Write the line, once; it is tried again with the next output."""
+        if Output.is_noted or Output.folder is None:
+            return
+        name = {1: "stdout", 2: "stderr"}.get(self.fileno(), "output")
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        with suppress(OSError), (Output.folder / OUTPUT_LOG).open("a") as log:
+            log.write(f"{now} {name} cannot be written ({error.strerror}); the run goes on\n")
+            Output.is_noted = True
+
+
+def protect_output() -> None:
+    """Let no print raise: of text that nobody reads, or that the terminal has no letters for."""
+    for descriptor, name in enumerate(("stdout", "stderr"), 1):
+        stream = getattr(sys, name)
+        if stream is None:  # closed before the start
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            continue
+        buffer = io.BufferedWriter(Output(descriptor, "w", closefd=False))
+        text = io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, text)
 
 
 class Stop:
@@ -43,7 +71,6 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
-        self.terminals: list[int] = []  # descriptors of output that is lost at SIGHUP
 
     def listen(self) -> Self:
         """Make signals set `asked` instead of ending the process.
@@ -54,13 +81,6 @@ class Stop:
             signal.signal(number, self._note)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(signal.SIGHUP, self._note)
-        # also where SIGHUP is ignored: a closed terminal must not end the run
-        if os.isatty(1):
-            sys.stdout = _open_terminal(1)
-            self.terminals.append(1)
-        if os.isatty(2):
-            sys.stderr = _open_terminal(2)
-            self.terminals.append(2)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may be killed
             end_with_parent(os.getppid())
         return self
@@ -69,15 +89,6 @@ class Stop:
         self.asked = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if number == signal.SIGHUP:
-            null = os.open(os.devnull, os.O_WRONLY)
-            for terminal in self.terminals:  # writing to them would fail, before the save
-                os.dup2(null, terminal)
-
-
-def _open_terminal(descriptor: int) -> io.TextIOWrapper:
-    buffer = io.BufferedWriter(_Terminal(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True)
 
 
 def end_with_parent(parent: int) -> None:
@@ -139,6 +150,7 @@ def launch(argv: list[str], start: "Callable[[Config, list[str]], None]") -> int
             config = rename_fresh(config)
         elif not configure.is_name_chosen(*configure.split_command_line(argv)):
             config = find_or_rename(config, notes.append)
+        Output.folder = path_of(config)
         distributed.pick_device(config.train.device)  # also raises for a finished run
         start(config, notes)
         distributed.print_once(describe_next(path_of(config)))

@@ -40,7 +40,7 @@ from data.loader import check_sets
 from runtime import RunError, checkpoint, folder
 from runtime.distributed import GPUS
 from runtime.folder import RunFolder, find_branch
-from runtime.launch import EXIT_CODE, Stop, end_with_parent
+from runtime.launch import EXIT_CODE, Stop, end_with_parent, protect_output
 from scripts import plan
 from scripts.watch import format_table
 
@@ -368,4 +368,5 @@ exec bash {shlex.quote(str(SBATCH))} "$@"
 
 
 if __name__ == "__main__":
+    protect_output()  # a sweep trains on when its terminal is closed
     run_command(lambda: main(sys.argv[1:], Stop().listen()))

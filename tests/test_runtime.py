@@ -2,9 +2,11 @@
 sharding, compiling.
 """
 
+import io
 import os
 import re
 import signal
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
@@ -285,21 +287,34 @@ def test_what_a_command_says_at_its_start_and_end(tiny_file, tiny, capsys, monke
     assert f"python -m scripts.report {run_folder}\n" in says
 
 
-def test_a_closed_terminal_and_a_dead_parent(monkeypatch):
-    """Output to a closed terminal is dropped, other errors are not; SIGHUP redirects it."""
+def test_output_that_cannot_be_written_is_dropped_and_noted_once(tmp_path, monkeypatch):
+    """A closed terminal, before the run has a folder and after it; letters that ASCII lacks."""
     terminal, inside = os.openpty()
-    said = launch._open_terminal(inside)
-    said.write("seen\n")
-    assert os.read(terminal, 100) == b"seen\r\n"
-    os.close(terminal)
-    said.write("lost\n")  # EIO
-    stop = Stop()
-    stop.terminals = [inside]
-    stop._note(signal.SIGHUP, None)
-    assert stop.asked and os.path.samestat(os.fstat(inside), os.stat(os.devnull))
-    os.close(inside)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        said.write("no descriptor\n")
+    before = os.dup(1)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(launch.Output, "folder", None)
+    monkeypatch.setattr(launch.Output, "is_noted", False)
+    try:
+        os.dup2(inside, 1)
+        launch.protect_output()
+        print("größe")
+        assert os.read(terminal, 100) == b"gr\\xf6\\xdfe\r\n"
+        os.close(terminal)
+        print("lost")
+        launch.Output.folder = tmp_path / "later"
+        print("lost, too")
+        launch.Output.folder.mkdir()
+        for _ in range(2):
+            print("lost, too")
+        print("no stderr", file=sys.stderr)
+    finally:
+        os.dup2(before, 1)
+    (line,) = (tmp_path / "later/output.log").read_text().splitlines()
+    assert line.endswith(" stdout cannot be written (Input/output error); the run goes on")
+
+
+def test_ranks_end_with_their_launcher(monkeypatch):
     killed = []
     monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
     library = mock.Mock()

@@ -384,6 +384,41 @@ def test_run_whose_checkpoints_are_all_damaged_is_left_alone(main, tiny, capsys)
         assert sorted(content(folder.path_of(tiny())).values()) == before  # under other names
 
 
+def test_output_that_nobody_reads_ends_no_training(tiny_file, corpus):
+    """`| tee` that died, a full disk, a terminal without umlauts."""
+    place = tiny_file.parent / "größe"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "train.py", str(tiny_file), f"--run.dir={place}"]
+        variables = os.environ | {"PYTHONIOENCODING": "ascii"}
+        ended = subprocess.run(
+            command, cwd=runs.REPO_ROOT, stdout=writer, stderr=full, env=variables, timeout=300
+        )
+    os.close(writer)
+    assert ended.returncode == 0
+    assert checkpoint.steps(place / "tiny/checkpoints") == [4]
+    (line,) = (place / "tiny/output.log").read_text().splitlines()
+    assert "cannot be written" in line and line.endswith("the run goes on")
+
+
+def test_a_kill_before_old_checkpoints_are_removed_leaves_none(tiny, main, monkeypatch, capsys):
+    """Those of keep_steps and the last intact one stay."""
+    own = ["train.checkpoint_interval=1", "train.keep_steps=1", "train.keep_checkpoints=9"]
+    assert main(*own) == 0 and steps(tiny()) == [1, 2, 3, 4]
+    with RunFolder(folder.path_of(tiny())).claim(ALONE):
+        assert main(*own[:2], "train.keep_checkpoints=1") == 0  # another process has it
+        assert steps(tiny()) == [1, 2, 3, 4]
+    assert main(*own[:2], "train.keep_checkpoints=2") == 0
+    assert steps(tiny()) == [1, 3, 4]
+    flip(checkpoints(tiny()) / "step_00000004/__0_0.distcp", 99)
+    short = ["train.max_steps=2"]
+    assert main(*own[:2], *short, "train.keep_checkpoints=1") == 0
+    assert steps(tiny()) == [1, 3, 4]
+    said = capsys.readouterr().out
+    assert "step_00000004/__0_0.distcp: damaged" in said and "finished already, 3 steps" in said
+
+
 @pytest.fixture
 def full_disk(monkeypatch):
     """A set of steps: while their checkpoints are written no file grows beyond 20 kB."""

@@ -27,7 +27,7 @@ from common.command import build_parser, command, require_packages, run_command
 from common.files import describe_invalid
 from common.text import text_table
 from router import find_spec
-from runtime.launch import EXIT_CODE, Stop
+from runtime.launch import EXIT_CODE, Stop, protect_output
 from track.contest import (
     FILE,
     NAME,
@@ -151,4 +151,5 @@ def verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
 
 
 if __name__ == "__main__":
+    protect_output()
     run_command(lambda: main(sys.argv[1:], Stop().listen()))
