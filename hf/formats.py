@@ -377,10 +377,6 @@ class OpenMoE(Format):
     def read_config(self, settings: Settings) -> dict[str, Any]:
         settings = dict(settings)
         rope = settings.get("rope_parameters") or {}
-        scaling = settings.get("rope_scaling")
-        if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default":
-            settings["rope_scaling"] = None
-            rope = scaling | rope
         settings["rope_type"] = rope.get("rope_type", rope.get("type"))  # "type" is the older name
         # transformers 5 writes num_local_experts for every class
         settings.setdefault(self.keys["n_expert"], settings.get("num_local_experts"))

@@ -17,7 +17,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,6 @@ from router import find_spec
 from runtime import RunError
 from runtime.checkpoint import LazyTensors
 from runtime.identity import RUN_ID
-from runtime.memory import count_parameters
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REPO_ROOT = Path(__file__).parents[2]
@@ -243,17 +241,12 @@ def round_weights(weights: Mapping[str, Tensor], dtype: torch.dtype, form: str) 
 def format_card(trained: Trained, form: str, dtype: str) -> str:
     """README.md of an export of `trained` as `form`, a key of FORMATS, with weights in `dtype`."""
     model = trained.config.model
-    total, active = count_parameters(model)
     return CARD.read_text("utf-8").format(
         tags=f"nanokern, {model.router}, {form}",
         name=trained.config.run.name,
-        total=total,
-        active=active,
         weights=f"{trained.mean or 'weights'} of step {trained.step:,}, in {dtype}",
         trust=form == "nanokern",
         block_size=model.block_size,
-        router=f"{model.router}: {find_spec(model.router)}",
-        date=date.today(),
     )
 
 
