@@ -174,6 +174,8 @@ def init_wandb(mode: str, options: dict[str, Any]) -> tuple[Any, Any]:
         finish_timeout_raises=True,
         silent=True,
     )
+    # artifacts wait with the run's other files for `wandb sync`, which another machine may do
+    os.environ.setdefault("WANDB_DATA_DIR", f"{options['dir']}/wandb")
     if mode == "online" and not wandb.login(prompt=False, verify=False):
         print(
             "wandb: no API key (`wandb login`, or WANDB_API_KEY): logging offline; `wandb "

@@ -245,7 +245,7 @@ def digest(path):
 def test_the_real_client_resumes_a_run(tiny, tmp_path, monkeypatch, capsys):
     """Its files have names and loads of metrics, and config.toml; the report's its page."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
+    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
     for max_steps in (2, 4):
         config = tiny("log.wandb=offline", f"train.max_steps={max_steps}", "optim.warmup_steps=0")
         train.train(config)
@@ -267,6 +267,7 @@ def test_the_real_client_resumes_a_run(tiny, tmp_path, monkeypatch, capsys):
             picture = Image.open(files[1].parent / "files" / values["val/loads"]["path"])
             assert (np.array(picture) == draw_loads(np.array(line["val/loads"]))).all()
     assert artifacts_of(last) == {"config": {"config.toml": digest(path / "config.toml")}}
+    assert any((path / "wandb/artifacts/staging").iterdir())
     alerts = [record.alert.title for record in last if record.HasField("alert")]
     assert alerts[-1] == "run ended"
 
