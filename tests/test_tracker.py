@@ -36,9 +36,9 @@ def test_names_are_those_of_metrics():
 
 LOSSES = [1.0, 3.0] * 10  # mean 2, standard deviation 1.026
 ALERTS = [
-    ({"train/loss": 7.2}, {}, LOSSES, ["loss spike"]),
-    ({"train/loss": 7.1}, {}, LOSSES, []),
-    ({"train/loss": 7.2}, {}, LOSSES[:19], []),  # too few to know
+    ({"train/loss": 8.2}, {}, LOSSES, ["loss spike"]),
+    ({"train/loss": 8.1}, {}, LOSSES, []),
+    ({"train/loss": 8.2}, {}, LOSSES[:19], []),  # too few to know
     ({"train/loss": math.nan}, {}, LOSSES, []),
     ({"val/dead_experts": 1}, {}, [], ["dead experts"]),
     ({"val/dead_experts": 4}, {"val/dead_experts": 3}, [], ["dead experts"]),
