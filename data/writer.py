@@ -37,8 +37,8 @@ class Writer(AbstractContextManager["Writer"]):
     Without `finish`, the partial folder is removed at the end, unless it has a record of progress.
 
     Raises:
-        DataError: ids do not fit uint16, another process writes this set, or a folder contains
-            files that do not belong to a set.
+        DataError: ids do not fit uint16, another process writes this set, or, from `finish`, the
+            folder contains files that do not belong to a set.
     """
 
     def __init__(
@@ -52,8 +52,6 @@ class Writer(AbstractContextManager["Writer"]):
         self.folder = folder
         self.partial = partial_folder(folder)
         self.tokenizer = tokenizer
-        refuse_foreign_files(self.folder)
-        refuse_foreign_files(self.partial)
         self.partial.mkdir(parents=True, exist_ok=True)
         # The lock is held until the file is closed, at the latest when the process ends.
         self._lock = (self.partial / LOCK_FILE).open("a")

@@ -359,13 +359,21 @@ def test_changes_are_counted(text, decoded):
         assert kept != found
 
 
-def test_a_text_that_a_tokenizer_cannot_encode(tmp_path):
-    made = build("Unigram")
-    body = json.loads(made.to_str())
+def test_a_text_that_a_tokenizer_cannot_encode(run, tmp_path, small_batches, many_workers):
+    """Is told in a line, wherever it stands: here in the last document, which is not compared."""
+    body = json.loads(build("Unigram").to_str())
     body["model"]["unk_id"] = None
-    own = FileTokenizer("no unk", json.dumps(body).encode(), 1)
-    with pytest.raises(DataError, match="no unk cannot encode a text"):
-        own.encode("\u4e00\u9fff☃")
+    files = {"no unk/tokenizer.json": body, "no unk/config.json": {"eos_token_id": 1}}
+    write_tree(tmp_path, {name: json.dumps(content).encode() for name, content in files.items()})
+    for number in (1, 40):
+        rows = ["quick brown fox"] * 40
+        rows[number - 1] = "\u4e00\u9fff\u2603"
+        (tmp_path / "in.jsonl").write_bytes(jsonl(f"{text} {i}" for i, text in enumerate(rows)))
+        args = ("--source", tmp_path / "in.jsonl", "--tokenizer", tmp_path / "no unk")
+        out = run("text", *args, "--val-fraction", 0.3, "--workers", 2, code=2)
+        error = out[out.index("error: ") :]
+        assert error.startswith("error: tokenizer no unk cannot encode a text (Encountered an unk")
+        assert error.count("\n") == 1 and not (tmp_path / "out/text").exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)
