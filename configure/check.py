@@ -106,6 +106,8 @@ def _explain(key: str, value: Any, error: Any) -> str:
     reason += error["msg"].removeprefix("Value error, ")
     if error["type"] == "literal_error" and isinstance(value, str):
         reason += _suggest(value, KEYS[key]["enum"])
+    if (key, value) == ("train.device", "mps"):
+        reason += "; a Mac trains on its CPU: leave it at 'auto', with train.dtype = 'auto'"
     return reason
 
 

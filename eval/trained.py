@@ -22,6 +22,7 @@ from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer, open
 from model import GPT
 from runtime import RunError, checkpoint
 from runtime.checkpoint import LazyTensors
+from runtime.memory import check_host_memory, count_parameters
 from runtime.parallel import without_parameters
 from runtime.runs import Run, check_settings
 
@@ -92,8 +93,8 @@ def load_model(
         lazy: read no weights; `Trained.state` then reads each when it is needed.
 
     Raises:
-        ValueError: the folder is not a run; a checkpoint is missing or damaged; or the run has no
-            running mean.
+        ValueError: the folder is not a run; a checkpoint is missing or damaged; the run has no
+            running mean; or the host cannot hold the weights.
     """
     run = Run(folder)
     folder, config = run.path, run.config
@@ -103,6 +104,9 @@ def load_model(
             f"or train with --train.ema_decay=0.999"
         )
     step = _choose_step(run, step)
+    if not lazy:
+        n_parameter, _ = count_parameters(config.model)
+        check_host_memory(folder, "its weights", 4 * n_parameter)
     with without_parameters() if lazy else nullcontext():
         model = GPT(config.model).eval().requires_grad_(False)
     weights, metadata = checkpoint.open_weights(run.checkpoint_folder, step, model, ema)

@@ -3,8 +3,9 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common.text import plural
 from configure.command_line import read_rank_variable
 from runtime import RankError, RunError
+
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 class GPU(NamedTuple):
@@ -172,8 +176,41 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Memory of a CUDA device; None for a CPU, which can swap."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    """Memory of a CUDA device, or of a CPU's host for each of its ranks; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    capacity = host_memory_bytes()
+    return None if capacity is None else capacity // local_size()
+
+
+def host_memory_bytes() -> int | None:
+    """Memory of this machine, or what its container or job may use; None if unknown."""
+    limits = list_cgroup_limits(OWN_CGROUPS, CGROUPS)
+    with suppress(ValueError, OSError, AttributeError):  # Windows has no sysconf
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(limits, default=None)
+
+
+def list_cgroup_limits(own: Path, root: Path) -> list[int]:
+    """The limits of memory, in bytes, of the control groups that this process is in.
+
+    Args:
+        own: Linux' /proc/self/cgroup, lines `NUMBER:CONTROLLERS:/PATH`; version 2 names none.
+        root: where the groups are mounted.
+    """
+    limits = []
+    with suppress(OSError, ValueError):  # no Linux, or lines of another form
+        for line in own.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            path = root / controllers / group.lstrip("/")
+            # a container may not see its own group below the root, which then has its limit
+            for folder in (path, *path.parents):
+                with suppress(OSError, ValueError):  # no such file; "max"
+                    limits.append(int((folder / name).read_text()))
+    return limits
 
 
 def make_deterministic() -> None:

@@ -8,6 +8,7 @@ they were compared with.
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import ceil, gcd, prod
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -335,18 +336,52 @@ def plan_memory(config: Config, device: torch.device) -> Memory:
     """Estimate the memory of each rank of this job.
 
     Raises RunError if train.parallel or train.expert_parallel needs other ranks, or if the state
-    alone is larger than the memory of `device`.
+    alone is larger than the memory of `device` or of its host.
     """
     ranks = (distributed.world_size(), distributed.local_size())
-    problem = describe_rank_problem(config, *ranks)
-    if problem:
-        raise RunError(problem)
     shapes = parameter_shapes(config.model)
     estimates = estimate_parallelisms(config, shapes, *ranks)
+    problem = describe_rank_problem(config, *ranks)
+    if problem:
+        if device.type == "cpu" and "ddp" in estimates:  # more ranks here would be no remedy
+            alone = replace(config, "train", parallel="ddp")
+            check_host(alone, estimates["ddp"], device)
+        raise RunError(problem)
     capacity = distributed.memory_bytes(device)
-    if capacity is not None:
+    if device.type == "cuda" and capacity is not None:
         check_state_fits(config, estimates, capacity)
-    return estimates[config.train.parallel]
+    memory = estimates[config.train.parallel]
+    check_host(config, memory, device)
+    return memory
+
+
+def check_host(config: Config, memory: Memory, device: torch.device) -> None:
+    """Raise RunError if the host cannot hold what a run keeps there.
+
+    A checkpoint is written from a copy of the state, of all ranks if each has a part of it, else of
+    one. On a CPU the state itself is on the host, too.
+    """
+    n_rank = distributed.local_size()
+    is_shared = config.train.parallel != "ddp" or count_expert_ranks(config) > 1
+    copy = memory.weights + memory.optimizer + memory.ema
+    need = copy * (n_rank if is_shared else 1)
+    what = "a checkpoint's copy of its state"
+    if device.type == "cpu":
+        need += n_rank * memory.state
+        what = "its state and a checkpoint's copy of it"
+    smaller = "a smaller model (model.n_layer, model.n_embd, model.n_expert) or "
+    check_host_memory(config.run.name, what, need, smaller)
+
+
+def check_host_memory(name: str | Path, what: str, need: int, instead: str = "") -> None:
+    """Raise RunError if the host has less memory than `need` bytes, for `what` of model `name`."""
+    capacity = distributed.host_memory_bytes()
+    if capacity is not None and need > capacity:
+        raise RunError(
+            f"{name}: {format_bytes(need)} of memory are needed for {what}, and this host (or its "
+            f"container) has {format_bytes(capacity)}: use {instead}a machine or container with "
+            "more"
+        )
 
 
 def check_state_fits(config: Config, estimates: Mapping[str, Memory], capacity: int) -> None:
@@ -379,7 +414,7 @@ def describe_memory(parallel: str, memory: Memory, capacity: int | None) -> str:
     line = f"{parallel}, about {format_bytes(sum(memory))} a rank, {most} of it"
     if capacity is not None and sum(memory) > USABLE * capacity:
         line += (
-            f"; the device's {format_bytes(capacity)} may be too little: set a smaller "
+            f"; the {format_bytes(capacity)} there are may be too little: set a smaller "
             "train.micro_batch_size or train.activation_checkpointing = true"
         )
     return line

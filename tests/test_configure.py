@@ -166,6 +166,7 @@ def test_a_removed_key_is_refused_but_in_the_record_of_a_run_at_its_default(writ
         ("train = 3", "train = 3: is a section"),
         ("model.n_layer = true", "model.n_layer = True: Input should be a valid integer"),
         ('model.router = "kernel"', "did you mean 'kern'?"),
+        ('train.device = "mps"', "; a Mac trains on its CPU: leave it at 'auto'"),
         ('run.name = "a/b"', "run.name = 'a/b': String should match"),
         ("data.mix.a = -1", "data.mix = {'a': -1}: 'a': Input should be greater than 0"),
         ('data.mix."/" = 1', "data.mix = {'/': 1}: '/': '[key]': String should match"),

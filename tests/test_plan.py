@@ -3,6 +3,7 @@ parallelism chosen.
 """
 
 import json
+import os
 import re
 import time
 
@@ -11,14 +12,17 @@ import torch
 from runs import REPO_ROOT, run
 
 import configure
+import train
 from configure import Config
+from eval import routing, val_loss
+from hf.export import export
 from model import GPT
-from runtime import RunError, memory
+from runtime import RunError, distributed, memory
 from runtime.distributed import GPUS
 from runtime.folder import path_of
 from runtime.memory import flops_per_token, parameter_shapes
 from runtime.step_time import estimate_mfu
-from scripts import plan
+from scripts import plan, sample
 from tools.bench import build_step
 
 LARGE = REPO_ROOT / "config/1b3.toml"
@@ -277,6 +281,83 @@ def test_device_known_to_be_too_small_is_refused(capacity, changes, fitting, rem
     memory.check_state_fits(Config(), estimates, needed.state)
     said = memory.describe_memory("ddp", SMALL, 2**40)
     assert said == "ddp, about 8.0 GiB a rank, activations 4.0 GiB of it"
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "n_state", "n_copy"),
+    [
+        ("cpu", [], 2, 1),  # under DDP one rank writes
+        ("cpu", ["train.parallel=fsdp"], 2, 2),
+        ("cuda", [], 0, 1),
+        ("cuda", ["train.parallel=zero2", "train.ema_decay=0.9"], 0, 2),
+        ("cuda", ["train.expert_parallel=2"], 0, 2),
+        ("cuda", ["train.expert_parallel=2", "model.router=dense"], 0, 1),
+    ],
+)
+def test_host_known_to_be_too_small_is_refused(tiny, monkeypatch, device, words, n_state, n_copy):
+    """By hand: of two ranks the state, and the copy that a checkpoint is written from."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    needed = SMALL._replace(ema=2**28)
+    need = n_state * (2**32 + 2**28) + n_copy * (2**30 + 2**31 + 2**28)
+    for capacity in (need - 1, need, None):
+        monkeypatch.setattr(distributed, "host_memory_bytes", lambda capacity=capacity: capacity)
+        if capacity == need - 1:
+            with pytest.raises(RunError, match=f"^tiny: {need / 2**30:.1f} GiB of memory .*host"):
+                memory.check_host(tiny(*words), needed, torch.device(device))
+        else:
+            memory.check_host(tiny(*words), needed, torch.device(device))
+
+
+def test_commands_refuse_a_model_that_the_host_cannot_hold(
+    tiny, tiny_file, tmp_path, call, capsys, monkeypatch
+):
+    """Before anything is allocated or written. An export reads one tensor at a time."""
+    run(tiny())
+    folder = path_of(tiny())
+    n_parameter = memory.count_parameters(tiny().model)[0]
+    small = distributed.memory_bytes(torch.device("cpu"))
+    monkeypatch.setattr(distributed, "host_memory_bytes", lambda: 4 * n_parameter)
+    call(val_loss.main, folder)
+    monkeypatch.setattr(distributed, "host_memory_bytes", lambda: 4 * n_parameter - 1)
+    for main in (val_loss.main, sample.main, routing.main):
+        error = call(main, folder, code=2)
+        assert f"{folder}: {n_parameter / 256:.1f} KiB of memory are needed for its wei" in error
+    call(export.main, folder, tmp_path / "export")
+    monkeypatch.setattr(distributed, "host_memory_bytes", lambda: 8 * n_parameter - 1)
+    assert "--check in float64" in call(export.main, folder, tmp_path / "b", "--check", code=2)
+    assert not (tmp_path / "b").exists() and small > 4 * n_parameter
+    for more in ([], ["--train.parallel=zero2"]):
+        assert train.main([str(tiny_file), "--run.name=new", *more]) == 2
+        assert "MiB of memory are needed for its state and" in capsys.readouterr().err
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limits"),
+    [
+        ("0::/job/step", {"job/step/memory.max": "max", "job/memory.max": "700"}, [700]),
+        ("0::/hidden", {"memory.max": "900"}, [900]),  # a container sees its own at the root
+        (
+            "5:cpu:/a\n4:memory:/a\n0::/",
+            {"memory/a/memory.limit_in_bytes": "500", "memory/memory.limit_in_bytes": "800"},
+            [500, 800],
+        ),
+        ("", {}, []),
+    ],
+)
+def test_limits_of_a_container(tmp_path, monkeypatch, own, files, limits):
+    for name, text in files.items():
+        path = tmp_path / "mounted" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    (tmp_path / "cgroup").write_text(f"{own}\n")
+    assert distributed.list_cgroup_limits(tmp_path / "cgroup", tmp_path / "mounted") == limits
+    assert distributed.list_cgroup_limits(tmp_path / "absent", tmp_path / "mounted") == []
+    monkeypatch.setattr(distributed, "CGROUPS", tmp_path / "mounted")
+    monkeypatch.setattr(distributed, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 10, "SC_PHYS_PAGES": 75}.get)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert distributed.memory_bytes(torch.device("cpu")) == min([750, *limits]) // 2
 
 
 @pytest.mark.parametrize(

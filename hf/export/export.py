@@ -47,6 +47,7 @@ from router import find_spec
 from runtime import RunError
 from runtime.checkpoint import LazyTensors
 from runtime.identity import RUN_ID
+from runtime.memory import check_host_memory, count_parameters
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REPO_ROOT = Path(__file__).parents[2]
@@ -331,6 +332,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check:
         require_packages("transformers", requirements="requirements/dev.txt")
     trained, tokenizer = load_run(args.run, args.step, args.ema, lazy=True)
+    if args.check:
+        n_parameter, _ = count_parameters(trained.config.model)
+        check_host_memory(args.run, "--check in float64", 8 * n_parameter)
     export_run(trained, tokenizer, args.out, args.dtype)
     print(f"{args.out}: {args.run} at step {trained.step}")
     if choose_padding(tokenizer, trained.config.model.vocab_size) is None:
