@@ -1,13 +1,12 @@
 """eval/routing.py and eval/traces.py: counts against loops, agreement, the command, replays."""
 
-import itertools
 import json
 import math
 import re
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from numerics import SEED, assert_near, seeded, tolerance
@@ -60,55 +59,55 @@ def tiny_model(tiny, seed=0, *overrides):
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("router", SPARSE)
-def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
+def test_counts_are_those_of_tables_of_choices(router, tiny, monkeypatch):
+    """By pandas, from a row for each choice of a token."""
     monkeypatch.setattr(traces, "BATCH_TOKENS", 5 * 32)  # the last batch is smaller
     model, tokens = tiny_model(tiny, 0, f"model.router={router}")
     idx = tokens[:, :-1]
-    text = idx.ravel().tolist()
-    often = Counter(text)
-    least = sorted(often.values())[len(often) // 2]
+    often = pd.Series(idx.ravel()).value_counts()
+    least = int(often.median())
     monkeypatch.setattr(routing, "MIN_COUNT", least)
+    common = often[often >= least]
+    assert len(often) > len(common) > 5
     trace = traces.trace_windows(model, tokens)
     with torch.no_grad():  # in the same batches: in others rounding could change a choice
         batches = [record_routing(model, batch) for batch in torch.from_numpy(idx).split(5)]
         losses = model(*map(torch.from_numpy, (idx.copy(), tokens[:, 1:].copy()))).losses
     assert_near(torch.from_numpy(trace.losses), losses.double(), NEAR, "losses")
-    others = routing.shuffled_baseline(idx).ravel().tolist()
-    common = [x for x, n in often.items() if n >= least]
-    assert len(often) > len(common) > 5
     for number, parts in enumerate(zip(*batches, strict=True)):
         decided = Routing(*map(torch.cat, list(zip(*parts, strict=True))[:4]))
         assert trace.experts[number].tolist() == decided.experts.tolist()
         assert_near(torch.from_numpy(trace.gates[number]), decided.weights.float(), NEAR, "gates")
-        layer = measure_layer(idx, trace, number, 8)
-        loads, both, took, took_by_chance = Counter(), Counter(), Counter(), Counter()
-        entropies = []
-        rows = zip(text, others, decided.experts.tolist(), decided.scores.tolist(), strict=True)
-        for x, other, chosen, scores in rows:
-            loads.update(chosen)
-            both.update(itertools.product(chosen, chosen))
-            took.update((x, e) for e in chosen)
-            took_by_chance.update((other, e) for e in chosen)
-            entropies.append(stats.entropy([score for score in scores if score > 0]))
+        choices = pd.DataFrame({"expert": decided.experts.flatten()})
+        choices["token"] = choices.index // 2
+        choices["id"] = idx.ravel()[choices.token]
+        choices["by_chance"] = routing.shuffled_baseline(idx).ravel()[choices.token]
         E = range(8)
-        partner = np.mean([max(both[i, j] for j in E if j != i) / loads[i] for i in E if loads[i]])
-        vocabulary = {}
-        for key, counts in (("vocabulary", took), ("vocabulary_by_chance", took_by_chance)):
-            shares = [max(counts[x, e] for e in E) / often[x] for x in common]
-            vocabulary[key] = pytest.approx(np.mean(shares))
-        assert layer == vocabulary | {
-            "loads": [loads[e] for e in E],
-            "load_imbalance": pytest.approx(max(loads.values()) / (2 * 384 / 8)),
-            "dead_experts": sum(loads[e] == 0 for e in E),
-            "in_use": pytest.approx(math.exp(stats.entropy([loads[e] for e in E]))),
-            "per_token": pytest.approx(math.exp(np.mean(entropies)), rel=1e-5),
-            "zero_gates": sum(gate == 0 for gates in decided.weights.tolist() for gate in gates)
-            / 768,
-            "strongest_partner": pytest.approx(partner),
-            "strongest_partner_by_chance": pytest.approx(
-                np.mean([max(loads[j] / 384 for j in E if j != i) for i in E])
-            ),
+        loads = choices.expert.value_counts().reindex(E, fill_value=0)
+        chose = pd.crosstab(choices.token, choices.expert).reindex(columns=E, fill_value=0)
+        both = chose.T @ chose
+        entropy = stats.entropy(decided.scores.clamp_min(0), axis=1)  # NaN of scores that are 0
+        partners = []
+        partners_by_chance = []
+        for e in E:
+            partners_by_chance.append(loads.drop(e).max() / 384)
+            if loads[e]:
+                partners.append(both.loc[e].drop(e).max() / loads[e])
+        wanted = {
+            "load_imbalance": loads.max() / (2 * 384 / 8),
+            "dead_experts": (loads == 0).sum(),
+            "in_use": math.exp(stats.entropy(loads)),
+            "per_token": math.exp(np.nan_to_num(entropy).mean()),
+            "zero_gates": (decided.weights == 0).double().mean().item(),
+            "strongest_partner": np.mean(partners),
+            "strongest_partner_by_chance": np.mean(partners_by_chance),
         }
+        for key, column in (("vocabulary", "id"), ("vocabulary_by_chance", "by_chance")):
+            most = pd.crosstab(choices[column], choices.expert).max(axis=1)
+            wanted[key] = (most / often)[common.index].mean()
+        layer = measure_layer(idx, trace, number, 8)
+        assert layer.pop("loads") == loads.tolist()
+        assert layer == pytest.approx(wanted, rel=1e-5)
 
 
 def test_chance_is_another_window_and_position():
