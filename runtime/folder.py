@@ -55,9 +55,11 @@ class RunFolder(Run):
 
     Attributes:
         identity: of the claimed folder, on rank 0; None before and elsewhere.
+        has_begun: True once this process has written config.toml.
     """
 
     identity: Identity | None = None
+    has_begun = False
 
     @cached_property
     def recorded(self) -> Config | None:
@@ -175,8 +177,8 @@ class RunFolder(Run):
         """Within this context no other job writes to the folder.
 
         Rank 0 makes the folder, holds its lock and removes partial saves. The lock ends with the
-        process, even if it is killed. An error within is written to FAILURE_FILE, for readers of
-        the folder; the next job removes it.
+        process, even if it is killed. An error after `write_config` is written to FAILURE_FILE, for
+        readers of the folder. A start that is refused before leaves the run as it was.
 
         Raises:
             RunError: another process holds the folder, or it cannot be written.
@@ -208,14 +210,9 @@ class RunFolder(Run):
                 owner = f"process {os.getpid()} on {os.uname().nodename}\n"
                 # a buffer would be written again at the end
                 os.write(file.fileno(), owner.encode())
-                failure = self.path / FAILURE_FILE
-                earlier = failure.read_bytes() if failure.is_file() else b""
-                failure.unlink(missing_ok=True)
                 run_id = read_id(self.path) or write_id(self.path, self.metadata.get(RUN_ID, ""))
                 self.identity = Identity(self.path, run_id, self.path.stat().st_ino)
             checkpoint.remove_partial_saves(self.checkpoint_folder)
-            metrics = self.path / "metrics.jsonl"
-            size = metrics.stat().st_size if metrics.is_file() else 0
             try:
                 yield
             except Stopped:
@@ -223,18 +220,21 @@ class RunFolder(Run):
             except Exception as error:
                 reason = str(error).removeprefix(f"{self}: ") or type(error).__name__
                 text = f"{reason}\n".encode(errors="replace")
-                if not metrics.is_file() or metrics.stat().st_size == size:
-                    text = earlier  # a start that was refused leaves the run as it was
-                with suppress(OSError, RunError):  # must not hide the error that ends the run
-                    self.identity.check()
-                    if text:
-                        write_atomic(failure, text)
+                if self.has_begun:
+                    with suppress(OSError, RunError):  # must not hide the error that ends the run
+                        self.identity.check()
+                        write_atomic(self.path / FAILURE_FILE, text)
                 raise
 
     def write_config(self, config: Config) -> None:
-        """Write the resolved config.toml. Raises RunError if that fails."""
+        """Write the resolved config.toml, and forget the error of an earlier start.
+
+        Raises RunError if that fails.
+        """
         with describe_write_errors(self.path):
             write_atomic(self.path / "config.toml", configure.dumps(config), durable=True)
+            (self.path / FAILURE_FILE).unlink(missing_ok=True)
+        self.has_begun = True
 
 
 def find_or_rename(config: Config, log: Callable[[str], object] = print_once) -> Config:
@@ -312,7 +312,7 @@ class Branch(NamedTuple):
     step: int
 
     def read_metadata(self, ranks: Ranks) -> dict[str, Any]:
-        """The metadata of the trunk's checkpoint, without its wandb run and its id.
+        """The metadata of the trunk's checkpoint, without its wandb run.
 
         Raises RunError if it is damaged or missing.
         """
@@ -323,7 +323,7 @@ class Branch(NamedTuple):
             raise RunError(
                 f"{error}; restore a copy of {path}, or set another train.branch_step"
             ) from None
-        return {key: value for key, value in metadata.items() if key not in ("wandb", RUN_ID)}
+        return {key: value for key, value in metadata.items() if key != "wandb"}
 
     def copy_metrics(self, own: Path, run_id: str) -> None:
         """Start the metrics of the run in `own`, of id `run_id`, with the trunk's up to the step.

@@ -198,14 +198,14 @@ def test_an_error_is_written_to_the_folder_until_the_next_start(
         with pytest.raises(type(error) if trained else RunError), run.claim(ALONE):
             if not trained:
                 raise RunError("refused")
-            (run.path / "metrics.jsonl").write_text('{"step": 0, "tokens": 0, "train/loss": 1.0}\n')
+            run.write_config(tiny())
             raise error
         status = Run(run.path).status
         assert (status.state, status.trouble) == (state, trouble)
+        run = RunFolder(run.path)
     with run.claim(ALONE):
-        pass
+        run.write_config(tiny())
     assert Run(run.path).status.state == "stopped"
     with monkeypatch.context() as patch, pytest.raises(type(error)), run.claim(ALONE):
-        (run.path / "metrics.jsonl").write_text("")
         patch.setattr("runtime.folder.write_atomic", mock.Mock(side_effect=OSError("full disk")))
         raise error  # which a failure to write it must not hide
