@@ -196,8 +196,7 @@ def main(argv: list[str]) -> None:
         if not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected more than 0")
     config = load_planned(args, overrides)
-    print(describe_run(config, args))
-    print(describe_memory_plans(config, args))
+    print(f"{describe_run(config, args)}\n{describe_memory_plans(config, args)}")
 
 
 if __name__ == "__main__":

@@ -118,6 +118,7 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys, monkeypatc
     assert load(file, ["--train.max_steps=300", *wsd]).optim.warmup_steps == 18
     # of the default of 500
     assert load(write("train.max_steps = 130", "short.toml")).optim.warmup_steps == 13
+    assert load(file, ["--train.max_steps=9"]).optim.warmup_steps == 0
     assert "optim.warmup_steps = 151 is more than" in message(
         file, "--train.max_steps=150", "--optim.warmup_steps=151"
     )
@@ -144,6 +145,7 @@ def test_a_removed_key_is_refused_but_in_the_record_of_a_run_at_its_default(writ
     text = re.sub(rf"(?m)^{name} = .*\n", "", dumps(config))
     recorded.write_text(text.replace(f"[{section}]\n", f"[{section}]\n{setting}"))
     assert load_recorded(recorded) == config
+    assert said in message(write(recorded.read_text(), "mine.toml"))  # a user's
     other = int(default) if isinstance(default, bool) else "other"  # 1 is not True
     setting = f"{name} = {format_toml(other)}\n"
     recorded.write_text(text.replace(f"[{section}]\n", f"[{section}]\n{setting}"))
@@ -425,8 +427,11 @@ def test_a_branch_from_where_its_decay_starts_keeps_its_fraction(write):
     """It is derived from a step elsewhere, and only then."""
     steps = ["--train.max_steps=1003", "--optim.warmup_steps=1"]
     for step, fraction in ((802, 0.2), (702, 301 / 1003)):
-        config = load(write(), [*BRANCH.split(), *steps, f"--train.branch_step={step}"])
+        axis = f'sweep."train.branch_step" = [{step}]'
+        (point,) = sweep_points(write(axis), [*BRANCH.split(), *steps, "--run.seed=3"])
+        config = load(write(axis), point)
         assert config.optim.decay_fraction == fraction
+        assert config.run.name == f"x-{step}to1003"  # a branch has its trunk's seed
 
 
 # ---- names of runs

@@ -130,18 +130,19 @@ def test_options_that_need_memory_are_planned(call):
 
 
 @pytest.mark.parametrize(
-    "word, error",
+    "words, error",
     [
         ("--gpus=16", "set --train.batch_size=512 or --train.micro_batch_size=16"),
         ("--gpus=0", "--gpus 0: expected more than 0"),
         ("--gpus-per-node=-1", "--gpus-per-node -1: expected more than 0"),
         ("--memory=nan", "--memory nan: expected more than 0"),
+        ("--gpus=4 --train.expert_parallel=8", "with 4 rank(s), 4 on this node: groups of 8"),
         ("--mfu=0", "--mfu 0: expected a number above 0"),
         ("--mfu=40", "--mfu 40: expected a number above 0"),
     ],
 )
-def test_plan_refuses_bad_input(call, word, error):
-    assert error in call(plan.main, LARGE, word, code=2)
+def test_plan_refuses_bad_input(call, words, error):
+    assert error in call(plan.main, LARGE, *words.split(), code=2)
 
 
 @pytest.mark.parametrize(

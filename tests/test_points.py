@@ -97,6 +97,7 @@ def test_linked_keys_take_their_values_row_by_row(write):
     assert "are linked, set all of them or none; add " in text
     given += [f"{override}16" for override in re.findall(r"--\S+=", text.replace("VALUE", ""))]
     assert len(given) == 3
+    assert "; add --model.expert_hidden=VALUE" in refuse(load, file, given[:2])
     assert [load(file, point).model.n_expert for point in sweep_points(file, given)] == [16]
 
 
