@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from runtime import Stopped, distributed
 from runtime.batches import Batch, RankBatches, score, seed_step
 from runtime.cadence import Cadence
 from runtime.checkpoint import Saver
+from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.parallel import set_gradient_sync
 from runtime.preflight import OpenTasks, Plan, ReadWeights, check_plan, plan_run
@@ -235,94 +236,116 @@ def train(
     config = plan.config
     for note in notes:
         distributed.print_once(note)
-    max_steps = config.train.max_steps
-
     with ExitStack() as stack:  # closes everything, the last first, on every path
-        stack.enter_context(distributed.attention_kernels(plan.device, config.train.deterministic))
-        ranks = stack.enter_context(
-            distributed.process_group(plan.device, config.train.timeout_minutes)
-        )
-        distributed.check_agreement(
-            f"train.parallel = {config.train.parallel}, {plan.run.path.name} at step "
-            f"{plan.last_step}",
-            ranks,
-        )
-        with distributed.share_errors(ranks):
-            stack.enter_context(plan.run.claim(ranks))
-            if ranks.rank == 0:
-                check_plan(plan)
-        state = stack.enter_context(build_state(plan, ranks))
-        rate_change = describe_rate_change(plan, state.step)
-        if rate_change:
-            distributed.print_once(f"{plan.run}: {rate_change}")
-        with distributed.share_errors(ranks):
-            report = stack.enter_context(
-                Reporter(plan, state, ranks) if ranks.rank == 0 else SilentReporter()
-            )
-        saver = stack.enter_context(
-            Saver(
-                plan.run.checkpoint_folder,
-                ranks,
-                state.compute.sharded,
-                config.train,
-                plan.run.identity,
-            )
-        )
-        rank_batches = RankBatches(
-            plan.data.loader, plan.accumulation, config.train.micro_batch_size, ranks
-        )
-        batches = prefetch(rank_batches.read(range(state.step, max_steps)))
-        stack.callback(batches.close)
-        evaluated = state.step in plan.evaluated_steps
-        cadence = Cadence(config, state.step, evaluated, ranks, stop, saver)
-        recompute_step = partial(recompute, state, rank_batches, config)
-        guard = Guard(plan.run, state.model, state.updates, ranks, recompute_step)
-
-        for step in range(state.step, max_steps + 1):  # `step` optimizer steps are done
-            due = cadence.at(step)  # the ranks agree through their hosts, not through devices
-            if due.evaluate or due.save:
-                guard.check()  # waits for the device; a halted run saves no checkpoint
-            with report.pause():
-                if due.evaluate:
-                    values = evaluate(
-                        state, step, plan.data.validation, plan.tasks, config, ranks, stop
-                    )
-                    if values is None:
-                        due = cadence.at(step)  # some rank was asked to stop meanwhile
-                    else:
-                        report.log_evaluation(step, values)
-                        guard.check_val_loss(step, values["val/loss"])
-                if due.save:
-                    report.sync()
-                    metadata = state.metadata | report.metadata
-                    saver.save(step, state.model, state.optimizer.parts, state.tensors, metadata)
-                    cadence.note_save(step)
-                saver.poll()
-            if due.stop or step == max_steps:
-                break
-
-            seed_step(config.run.seed, step, ranks)  # dropout depends on nothing else
-            lr = learning_rate(config.optim, max_steps, step)
-            stats = forward_backward(state, batches, plan.accumulation, config.train)
-            taken = state.updates.step(step, lr, stats.loss)  # decided on the device
-            state.zero_grad()
-            state.selection_bias.update(stats.loads, stats.margins, taken)
-            if state.average:
-                state.average.update(taken, state.updates.counters.taken)
-            state.interval.add_step(stats)
-            report.count_step()
-            if cadence.is_log_due(step + 1):
-                counters = guard.check()  # waits for the device
-                routers = state.describe_routers()
-                report.log_steps(step + 1, lr, counters, state.interval.mean(), routers)
-                state.interval.vector.zero_()
-
-    if due.stop:
+        session = open_session(plan, stop, stack)
+        is_stopped = run_steps(plan, session, stop)
+    if is_stopped:
         raise Stopped(
-            f"{plan.run}: asked to stop, saved at step {cadence.saved_step}. The same command "
-            "resumes it"
+            f"{plan.run}: asked to stop, saved at step {session.cadence.saved_step}. The same "
+            "command resumes it"
         )
-    distributed.print_once(f"{plan.run}: finished, {plan.run.describe_result(max_steps)}")
+    result = plan.run.describe_result(config.train.max_steps)
+    distributed.print_once(f"{plan.run}: finished, {result}")
+
+
+class Session(NamedTuple):
+    """The parts of a run that is training, on one rank."""
+
+    ranks: Ranks
+    state: TrainState
+    report: Reporter | SilentReporter
+    saver: Saver
+    batches: Iterator[Batch]  # this rank's micro-batches of all steps to come
+    cadence: Cadence
+    guard: Guard
+
+
+def open_session(plan: Plan, stop: Stop, stack: ExitStack) -> Session:
+    """Join the other ranks, claim the run's folder, and build all that its steps need.
+
+    Every rank calls it; `stack` closes what it opens. Raises RunError as `train`.
+    """
+    config = plan.config
+    stack.enter_context(distributed.attention_kernels(plan.device, config.train.deterministic))
+    ranks = stack.enter_context(
+        distributed.process_group(plan.device, config.train.timeout_minutes)
+    )
+    distributed.check_agreement(
+        f"train.parallel = {config.train.parallel}, {plan.run.path.name} at step {plan.last_step}",
+        ranks,
+    )
+    with distributed.share_errors(ranks):
+        stack.enter_context(plan.run.claim(ranks))
+        if ranks.rank == 0:
+            check_plan(plan)
+    state = stack.enter_context(build_state(plan, ranks))
+    rate_change = describe_rate_change(plan, state.step)
+    if rate_change:
+        distributed.print_once(f"{plan.run}: {rate_change}")
+    with distributed.share_errors(ranks):
+        report = stack.enter_context(
+            Reporter(plan, state, ranks) if ranks.rank == 0 else SilentReporter()
+        )
+    folder = plan.run.checkpoint_folder
+    is_sharded = state.compute.sharded
+    saver = stack.enter_context(Saver(folder, ranks, is_sharded, config.train, plan.run.identity))
+    rank_batches = RankBatches(
+        plan.data.loader, plan.accumulation, config.train.micro_batch_size, ranks
+    )
+    batches = prefetch(rank_batches.read(range(state.step, config.train.max_steps)))
+    stack.callback(batches.close)
+    evaluated = state.step in plan.evaluated_steps
+    cadence = Cadence(config, state.step, evaluated, ranks, stop, saver)
+    recompute_step = partial(recompute, state, rank_batches, config)
+    guard = Guard(plan.run, state.model, state.updates, ranks, recompute_step)
+    return Session(ranks, state, report, saver, batches, cadence, guard)
+
+
+def run_steps(plan: Plan, session: Session, stop: Stop) -> bool:
+    """Train, evaluate, log and save until the last step. Returns True if asked to stop before."""
+    ranks, state, report, saver, batches, cadence, guard = session
+    config = plan.config
+    max_steps = config.train.max_steps
+    step = state.step  # optimizer steps that are done
+    while True:
+        due = cadence.at(step)  # the ranks agree through their hosts, not through devices
+        if due.evaluate or due.save:
+            guard.check()  # waits for the device; a halted run saves no checkpoint
+        with report.pause():
+            if due.evaluate:
+                values = evaluate(
+                    state, step, plan.data.validation, plan.tasks, config, ranks, stop
+                )
+                if values is None:
+                    due = cadence.at(step)  # some rank was asked to stop meanwhile
+                else:
+                    report.log_evaluation(step, values)
+                    guard.check_val_loss(step, values["val/loss"])
+            if due.save:
+                report.sync()
+                metadata = state.metadata | report.metadata
+                saver.save(step, state.model, state.optimizer.parts, state.tensors, metadata)
+                cadence.note_save(step)
+            saver.poll()
+        if due.stop or step >= max_steps:
+            return due.stop
+
+        seed_step(config.run.seed, step, ranks)  # dropout depends on nothing else
+        lr = learning_rate(config.optim, max_steps, step)
+        stats = forward_backward(state, batches, plan.accumulation, config.train)
+        taken = state.updates.step(step, lr, stats.loss)  # decided on the device
+        state.zero_grad()
+        state.selection_bias.update(stats.loads, stats.margins, taken)
+        if state.average:
+            state.average.update(taken, state.updates.counters.taken)
+        state.interval.add_step(stats)
+        report.count_step()
+        step += 1
+        if cadence.is_log_due(step):
+            counters = guard.check()  # waits for the device
+            routers = state.describe_routers()
+            report.log_steps(step, lr, counters, state.interval.mean(), routers)
+            state.interval.vector.zero_()
 
 
 def find_scorer(config: configure.Config) -> OpenTasks | None:
