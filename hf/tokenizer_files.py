@@ -90,8 +90,10 @@ def name_padding(tokenizer: Tokenizer, padding: int, body: dict[str, Any]) -> st
             return text
     name = f"<|padding {padding}|>" if PADDING in vocabulary else PADDING
     body["added_tokens"].append(describe_special(padding, name))
-    if len(vocabulary) < padding:  # some ids are of no token, and a new one would get the number
-        body["model"]["vocab"][name] = padding
+    ids = body["model"]["vocab"]
+    # some ids are of no token, and a new one would get the number (Unigram lists all ids)
+    if len(vocabulary) < padding and isinstance(ids, dict):
+        ids[name] = padding
     return name
 
 
