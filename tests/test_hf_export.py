@@ -576,9 +576,10 @@ def test_merges_are_recovered(tmp_path, any_tokenizer):
 
 
 def test_merges_are_all_pairs():
-    tokens = [b"a", b"b", b"ab", b"bb", b"abb"]
-    pairs = [[b"a", b"b"], [b"b", b"b"], [b"a", b"bb"], [b"ab", b"b"]]
-    assert list(find_merges(tokens)) == pairs
+    sizes = [1, 2, 3, 4, 6, 12, 13]
+    pairs = [[i, n - i] for n in sizes for i in sizes if n - i in sizes]
+    found = find_merges([b"a" * n for n in sizes])
+    assert [[len(left), len(right)] for left, right in found] == pairs
 
 
 @pytest.fixture(scope="module")
