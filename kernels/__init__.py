@@ -211,6 +211,13 @@ class CastWithGrad(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
+def prepare_compile() -> None:
+    """Tell torch.compile what not to trace; decorators would import torch._dynamo in every run."""
+    # the sizes of its products depend on the loads: traced, the graph would break into pieces
+    BACKENDS["torch"] = torch.compiler.disable(torch_grouped.expert_mlp)
+    torch.compiler.assume_constant_result(find_triton_problem)
+
+
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """Resolve "auto" to triton where it can compute, else to torch; check any other name.
 
@@ -229,7 +236,6 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
     return backend
 
 
-@torch.compiler.assume_constant_result
 def find_triton_problem(device: torch.device, dtype: torch.dtype) -> str:
     """Say why the triton backend cannot compute here, and the remedy; empty if it can."""
     global triton

@@ -62,7 +62,8 @@ def linear_cross_entropy(
         )
         return losses.mean(), losses.detach()
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss, losses, *_ = linear_cross_entropy_op(x, weight, targets, dtype, grad, backend == "triton")
+    use_triton = backend == "triton"
+    loss, losses, *_ = LinearCrossEntropy.apply(x, weight, targets, dtype, grad, use_triton)
     return loss, losses.detach()
 
 
@@ -84,17 +85,17 @@ def forward(
         d_w: (V, C) in fp32 or wider, the same of W.
     """
     N, V = len(x), len(weight)
-    if N and targets.device.type == "cpu" and not 0 <= targets.min() <= targets.max() < V:
-        raise IndexError(
-            f"targets range from {targets.min()} to {targets.max()}, outside a vocabulary of {V}"
-        )
+    if N and targets.device.type == "cpu":  # a GPU would have to wait
+        check_targets(targets, V)
     with torch.autocast(x.device.type, enabled=False):
-        _, losses, d_x, d_w = _fake_forward(x, weight, targets, dtype, grad, use_triton)
-        d_w.zero_()
+        wide_dtype = torch.promote_types(dtype, torch.float32)
+        losses = x.new_empty(N, dtype=wide_dtype)
+        d_x = x.new_empty(x.shape if grad else 0, dtype=dtype)
+        d_w = x.new_zeros(weight.shape if grad else 0, dtype=wide_dtype)
         w, targets, scale = weight.to(dtype), targets.contiguous(), gradient_scale(dtype)
         rows = chunk_rows(N, V, dtype.itemsize)
         buffer = torch.empty(rows, V, dtype=dtype, device=x.device)
-        wide = None if use_triton else torch.empty(rows, V, dtype=losses.dtype, device=x.device)
+        wide = None if use_triton else torch.empty(rows, V, dtype=wide_dtype, device=x.device)
         for first in range(0, N, rows):
             part = slice(first, min(first + rows, N))
             x_part, targets_part, losses_part = x[part].to(dtype), targets[part], losses[part]
@@ -114,14 +115,12 @@ def forward(
         return losses.mean(), losses, d_x, d_w
 
 
-def _fake_forward(
-    x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, grad: bool, use_triton: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate what `forward` returns."""
-    wide = torch.promote_types(dtype, torch.float32)
-    d_x, d_w = (x.shape, weight.shape) if grad else (0, 0)
-    loss, losses = x.new_empty((), dtype=wide), x.new_empty(len(x), dtype=wide)
-    return loss, losses, x.new_empty(d_x, dtype=dtype), x.new_empty(d_w, dtype=wide)
+def check_targets(targets: Tensor, V: int) -> None:
+    """Raise IndexError unless all targets (N,) are in [0, V)."""
+    if not 0 <= targets.min() <= targets.max() < V:
+        raise IndexError(
+            f"targets range from {targets.min()} to {targets.max()}, outside a vocabulary of {V}"
+        )
 
 
 def gradient_scale(dtype: torch.dtype) -> int:
@@ -165,27 +164,32 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, weight, _, dtype, *_ = inputs
-    ctx.set_materialize_grads(False)  # of losses, d_x and d_w: nothing differentiates them
-    ctx.save_for_backward(*output[2:])
-    ctx.dtypes, ctx.divisor = (x.dtype, weight.dtype), len(x) * gradient_scale(dtype)
+class LinearCrossEntropy(torch.autograd.Function):
+    """`forward`, whose gradients the backward pass only scales."""
 
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        dtype: torch.dtype,
+        grad: bool,
+        use_triton: bool,
+    ) -> tuple[Tensor, ...]:
+        output = forward(x, weight, targets, dtype, grad, use_triton)
+        ctx.set_materialize_grads(False)  # of losses, d_x and d_w: nothing differentiates them
+        ctx.save_for_backward(*output[2:])
+        ctx.dtypes = (x.dtype, weight.dtype)
+        ctx.divisor = len(x) * gradient_scale(dtype)
+        return output
 
-def _backward(ctx: Any, d_loss: Tensor, *others: None) -> tuple[Tensor | None, ...]:
-    assert others == (None, None, None), "linear_cross_entropy has no second derivatives"
-    factor = d_loss / ctx.divisor
-    grads = [
-        (d.to(factor.dtype) * factor).to(dtype)
-        for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-    ]
-    return *grads, None, None, None, None
-
-
-# torch.compile sees one opaque operator: tracing would unroll the loop, and the chunks would no
-# longer share a buffer.
-linear_cross_entropy_op = torch.library.custom_op(
-    "nanokern::linear_cross_entropy", forward, mutates_args=()
-)
-linear_cross_entropy_op.register_fake(_fake_forward)
-linear_cross_entropy_op.register_autograd(_backward, setup_context=_save_for_backward)
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, *others: None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        assert others == (None, None, None), "linear_cross_entropy has no second derivatives"
+        factor = d_loss / ctx.divisor
+        grads = [
+            (d.to(factor.dtype) * factor).to(dtype)
+            for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *grads, None, None, None, None

@@ -393,8 +393,6 @@ def weighted_sums(
     return F.embedding_bag(index, table, bags, mode="sum", per_sample_weights=factors)
 
 
-# the sizes of its products depend on the loads: traced, the graph would break into pieces
-@torch.compiler.disable
 def expert_mlp(
     x: Tensor,
     w_in: Tensor,

@@ -33,11 +33,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    set_state_dict,
-)
-from torch.utils._pytree import tree_map
 
 from common.files import check_regular, rename, sync_folder, write_atomic
 from configure.schema import Train
@@ -147,7 +142,7 @@ class Saver(AbstractContextManager["Saver"]):
         self.failure = None
         self.started = time.monotonic()
         if self.writes:
-            state = tree_map(_copy_to_host, collect_tensors(model, optimizers, tensors))
+            state = _copy_to_host(collect_tensors(model, optimizers, tensors))
             # A daemon: stuck in a collective, another thread would keep the process alive for an
             # hour. It is joined before the interpreter ends, since a daemon that still frees
             # tensors then aborts the process.
@@ -320,8 +315,11 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _copy_to_host(state: Any) -> Any:
+    """Copy the tensors of nested dicts, in sorted order: equal states then give equal files."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    return {name: _copy_to_host(state[name]) for name in sorted(state)}
 
 
 def list_extra(folder: Path, train: Train, newest: float = math.inf) -> list[Path]:
@@ -436,13 +434,7 @@ def restore(
     Raises:
         RunError: the checkpoint does not fit the model, the optimizer or `tensors`.
     """
-    state = collect_tensors(model, optimizers, tensors)
-    _fill_tensors(Reader(folder_of(folder, step)), state)
-    _, current = get_state_dict(model, optimizers)  # settings come from the config
-    optimizer_state = {"state": state["optimizer"], "param_groups": current["param_groups"]}
-    set_state_dict(
-        model, optimizers, model_state_dict=state["model"], optim_state_dict=optimizer_state
-    )
+    _fill_tensors(Reader(folder_of(folder, step)), collect_tensors(model, optimizers, tensors))
 
 
 def restore_weights(
@@ -521,17 +513,18 @@ class LazyTensors(MutableMapping[str, Tensor]):
 def collect_tensors(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """All tensors of a checkpoint, nested.
+    """All tensors of a checkpoint, nested: not copies, so that reading into them restores a run.
 
-    A resume does not change their order, so that equal states give equal files. The optimizers'
-    settings are left out: they come from the config.
+    The optimizers' settings are left out: they come from the config.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizers)
-    by_name: Any = optimizer_state["state"]
+    states: dict[Any, Any] = {}
+    for optimizer in optimizers:
+        states.update(optimizer.state)
     moments = {}
-    for name in sorted(by_name):
-        moments[name] = dict(sorted(by_name[name].items()))
-    return {"model": model_state, "optimizer": moments, "run": tensors}
+    for name, p in model.named_parameters():
+        if p in states:
+            moments[name] = states[p]
+    return {"model": model.state_dict(), "optimizer": moments, "run": tensors}
 
 
 def _fill_tensors(reader: "Reader", state: dict[str, Any]) -> None:

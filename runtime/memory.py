@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import ceil, gcd, prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from attention import kv_heads
 from common.text import format_bytes
@@ -34,13 +35,24 @@ Shapes = Mapping[str, Sequence[int]]  # {name: shape} of a model's parameters
 
 
 # ---- parameters and arithmetic
+class SkipInit(TorchFunctionMode):
+    """Within it torch.nn.init draws nothing: on the meta device that imports torch._dynamo."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_init = getattr(func, "__module__", "") == "torch.nn.init"
+        return kwargs["tensor"] if is_init else func(*args, **kwargs)
+
+
 def build_one_block(config: Model) -> GPT:
     """A GPT without values that has one block.
 
     Blocks differ in shape only by the table of a hash layer. 1,024 blocks last seconds to build,
     their hash tables minutes (2 cores, 2026-11-27).
     """
-    with torch.device("meta"):
+    with torch.device("meta"), SkipInit():
         return GPT(config.model_copy(update={"n_layer": 1}))
 
 

@@ -5,6 +5,7 @@ which is the same for AdamW and for Muon (docs/transfer.md derives them). So no 
 changes, and checkpoints and exports stay as they are.
 """
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[Group]:
-        """The parameter groups of all parts. Loading a checkpoint replaces them."""
+        """The parameter groups of all parts."""
         return [group for part in self.parts for group in part.param_groups]
 
     @property
@@ -131,7 +132,23 @@ class HalfCopies:
                 experts.copies = None
 
 
-class CopyingAdamW(torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer):
+    """torch's without its guards against torch.compile, which import torch._dynamo: a second.
+
+    Nothing compiles a step. Each guard wraps the function that we take.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class AdamW(Optimizer, torch.optim.AdamW):
+    """torch's."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class CopyingAdamW(Optimizer):
     """AdamW whose kernel also writes each weight to its half-precision copy.
 
     Parameters, gradients and moments are contiguous and in fp32. Gradients are divided by
@@ -142,8 +159,7 @@ class CopyingAdamW(torch.optim.Optimizer):
     found_inf: Tensor
 
     def __init__(self, groups: list[Group], settings: dict[str, Any], half: HalfCopies) -> None:
-        # `fused`: loading a checkpoint then keeps step counts on the device
-        super().__init__(groups, settings | {"fused": True})
+        super().__init__(groups, settings)
         self.half = half
 
     @torch.no_grad()
@@ -205,7 +221,7 @@ def build_optimizer(model: nn.Module, optim: Optim, half: HalfCopies | None = No
         if kind == "muon":
             parts.append(Muon(part, optim.lr, find_splits(model)))
         elif kind == "torch":
-            parts.append(torch.optim.AdamW(part, **settings, fused=True))
+            parts.append(AdamW(part, **settings, fused=True))
         else:
             assert half is not None
             parts.append(CopyingAdamW(part, settings, half))
@@ -297,7 +313,7 @@ def find_splits(model: nn.Module) -> dict[Tensor, Split]:
     return splits
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Optimizer):
     """Muon for matrices (..., A, B); leading dimensions, such as experts, count separate matrices.
 
     The gradient g of a matrix W changes its running mean m to μ m + (1 - μ) g, and W by -lr times
@@ -318,8 +334,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: list[Group], lr: float, splits: Mapping[Tensor, Split]) -> None:
         """Train groups of `params`, `momentum` (μ), `weight_decay`; splits are of `find_splits`."""
-        # `fused`: loading a checkpoint then keeps step counts on the device
-        super().__init__(groups, {"lr": lr, "fused": True})
+        super().__init__(groups, {"lr": lr})
         self.splits = splits
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import kernels
 from balance import expert_loads
 from model import GPT, MoE
 from runtime.distributed import Ranks
@@ -135,7 +136,6 @@ class Journey(NamedTuple):
         return ReturnToTokens.apply(rows, self.routes, self.n_token)
 
 
-@torch.compiler.disable
 def start_journey(
     n_expert: int, group: dist.ProcessGroup, x: Tensor, gates: Tensor, experts: Tensor
 ) -> Journey:
@@ -388,7 +388,8 @@ def share_experts(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
             shard = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
             setattr(mixture.experts, name, nn.Parameter(shard))
         n_expert = len(mixture.router.weight)
-        mixture.exchange = partial(start_journey, n_expert, mesh.get_group())
+        start = torch.compiler.disable(start_journey)  # it waits for counts of rows
+        mixture.exchange = partial(start, n_expert, mesh.get_group())
 
 
 def average_gradients(
@@ -427,6 +428,7 @@ def compile_blocks(model: GPT) -> None:
     versions of torch before 2.13 may refuse if there is an autograd.Function or activation
     checkpointing in them.
     """
+    kernels.prepare_compile()
     torch._dynamo.config.optimize_ddp = False
     # By default a graph's backward pass is traced under autocast, which would round the routers'
     # backward pass to half precision. Eager mode does not.

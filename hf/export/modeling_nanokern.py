@@ -26,6 +26,9 @@ from .configuration_nanokern import NanoKernConfig
 from .router import EPS, Router, find_spec, hash_table  # pyrefly: ignore[missing-import]
 from .torch_grouped import ACTIVATIONS, expert_mlp  # pyrefly: ignore[missing-import]
 
+# the sizes of its products depend on the loads: traced, the graph would break into pieces
+expert_mlp = torch.compiler.disable(expert_mlp)
+
 
 class NanoKernAttention(nn.Module):
     """Causal self-attention, by any implementation that transformers knows."""
