@@ -10,7 +10,10 @@ error, which is named, 75 asked to stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) and s
 again.
 """
 
+import gc
 import sys
+
+gc.disable()  # imports make a million objects, and none is garbage
 
 from runtime.launch import Stop, check_command, launch, protect_output, run_until_exit
 
@@ -48,6 +51,9 @@ from runtime.reporter import Reporter, SilentReporter
 from runtime.state import Statistics, TrainState, build_state
 from runtime.updates import Guard
 from runtime.validation import evaluate
+
+gc.freeze()  # collections pass over them, at the exit, too: 1 s of CPU (Xeon, 2026-11-29)
+gc.enable()
 
 
 def learning_rate(optim: Optim, max_steps: int, step: int) -> float:

@@ -1,8 +1,9 @@
-"""Imports point down; docs/first_run.ipynb runs in a checkout."""
+"""Imports point down, and a run imports little; docs/first_run.ipynb runs in a checkout."""
 
 import ast
 import shutil
 import subprocess
+import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -70,6 +71,20 @@ def test_imports_have_no_circle():
         folders[package] = folders.get(package, set()) | others
     for graph in (imports, folders):
         TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+# torch._dynamo takes 1.4 s of CPU, as much as torch; the others are for other commands
+UNUSED = {"torch._dynamo", "torch._inductor", "triton", "datasets", "pandas", "pyarrow", "scipy"}
+UNUSED |= {"transformers", "tokenizers", "tiktoken", "matplotlib", "jinja2", "wandb", "lm_eval"}
+
+
+def test_a_run_imports_only_what_it_uses(tiny_file):
+    """A run on one CPU with a checkpoint and evaluations, which compiles and shards nothing."""
+    code = f"import sys, train; train.main([{str(tiny_file)!r}]); print(*sys.modules, sep='\\n')"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True)
+    assert "finished, 4 steps" in done.stdout, done.stdout + done.stderr
+    assert not UNUSED & set(done.stdout.splitlines())
 
 
 # ---- docs/first_run.ipynb: from top to bottom, committed with its outputs
