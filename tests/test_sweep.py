@@ -88,7 +88,9 @@ def fake_trainer(tmp_path, monkeypatch):
 
 
 # ---- in sequence
-def test_finished_points_are_skipped_and_others_are_not(sweep_file, fake_trainer, call, tmp_path):
+def test_finished_points_are_skipped_and_others_are_not(
+    sweep_file, fake_trainer, call, tmp_path, capsys
+):
     points = sweep.list_points(str(sweep_file), [])
     for point in points[:2]:
         train_run(point.config)
@@ -106,9 +108,14 @@ def test_finished_points_are_skipped_and_others_are_not(sweep_file, fake_trainer
     assert points[0].steps_done() == 3  # its last evaluation is left to do
     other = ["--optim.lr=1e-4", "--run.seed=0", "--model.router=dense"]
     assert sweep.main([str(sweep_file), *other]) == 1
+    report = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert [note["point"] for note in fake_trainer()] == ["0 dense"]  # of another config: it trains
     first = sweep.list_points(str(sweep_file), ["--optim.lr=1e-4"])[0]
     assert first.overrides[-1] == f"--run.name={points[0].folder.name}-lr0.0001"
+    chosen = [*other, f"--run.name={points[0].folder.name}"]  # train.py refuses it
+    assert sweep.list_points(str(sweep_file), chosen)[0].steps_done() == 0
+    # the run of the other config in the point's folder is not reported
+    assert report == ["python", "-m", "scripts.report", str(first.folder)]
 
 
 def test_a_failed_point_is_named_and_a_stopped_one_stops_the_sweep(
@@ -125,20 +132,6 @@ def test_a_failed_point_is_named_and_a_stopped_one_stops_the_sweep(
     assert [note["point"] for note in fake_trainer()[2:]] == ["1 dense"]
     said = "".join(capfd.readouterr())
     assert "failed: " not in said and "no runs in" not in said  # no table: it is not finished
-
-
-def test_a_trial_with_other_settings_is_not_reported(sweep_file, fake_trainer, capfd, monkeypatch):
-    """Its folder has the name that a point would have had."""
-    overrides = ["--run.seed=0", "--train.max_steps=9"]
-    trial = configure.load(sweep_file, ["--model.router=kern", *overrides, "--optim.lr=0.5"])
-    folder.path_of(trial).mkdir(parents=True)
-    folder.RunFolder(folder.path_of(trial)).write_config(trial)
-    monkeypatch.setenv("EXIT_CODE", "0")
-    points = sweep.list_points(str(sweep_file), overrides)
-    assert points[-1].folder != folder.path_of(trial)
-    sweep.main([str(sweep_file), *overrides])
-    last = shlex.split(capfd.readouterr().out.splitlines()[-1])
-    assert last == ["python", "-m", "scripts.report", *(str(point.folder) for point in points)]
 
 
 def test_a_list_for_any_key_is_an_axis_with_its_values_in_the_names(sweep_file, call):
