@@ -1,5 +1,6 @@
 """data.packages: which files of which wheels become rows, counted by hand."""
 
+import hashlib
 import json
 import lzma
 import zipfile
@@ -40,7 +41,10 @@ def wheels(tmp_path, monkeypatch):
 
 
 def read_rows(path):
+    """Files by their names, which must be in the order of their hashes."""
     rows = [json.loads(line) for line in lzma.decompress(path.read_bytes()).splitlines()]
+    hashes = [hashlib.sha256(row["text"].encode()).hexdigest() for row in rows]
+    assert hashes == sorted(hashes)
     return {row["source"].partition("/")[2]: row["text"] for row in rows}
 
 
