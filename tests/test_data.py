@@ -181,6 +181,7 @@ def test_check_finds_damage(tmp_path, damage, message):
     [
         ("splits train", {"tokens": 24}, "train has 24 tokens, its files 25"),
         ("splits train files 1", {"name": "../train-00001.bin"}, "the content = {'name': 'set'"),
+        ("splits val files 0", {"tokens": 0}, "splits.val.files.0.tokens = 0: should be greater"),
         ("tokenizer", {"vocab_size": 65537}, "tokenizer.vocab_size = 65537: should be less"),
         ("splits", {"more": None}, "splits.more = None"),
         ("", {"unknown": 1, "more": 2}, "more = 2: Unexpected keyword argument"),

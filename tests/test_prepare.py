@@ -15,11 +15,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import corpora
-import numpy as np
 import pytest
 from corpora import (
     BYTES,
-    REPO_ROOT,
     corpus_texts,
     documents_of,
     jsonl,
@@ -34,7 +32,6 @@ from hypothesis import strategies as st
 from runs import Forked, wait_until
 
 from common.files import write_atomic
-from configure import load
 from data import encode, prepare, readers, verify, workers
 from data.bins import check_dataset, open_tokens, read_meta
 from data.sources import SOURCES
@@ -401,14 +398,14 @@ def texts_of(folder: Path) -> dict[str, str]:
 
 def test_a_few_documents_are_cut_each(few, tmp_path, small_batches, many_workers):
     """With end-of-text between the parts of different documents, in the order of the documents."""
-    texts = [f"{i} {LINES}"[: 200 * i] for i in range(1, 10)]
-    (tmp_path / "a.jsonl").write_bytes(jsonl(["", *texts[:5], " "]))
+    texts = [f"{i} {LINES}"[: 200 * i + 1] for i in range(1, 10)]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["", None, *texts[:5], " "]))
     (tmp_path / "b.jsonl").write_bytes(jsonl(texts[5:]))
     args = ("text", "--source", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--val-fraction", 0.25)
     args += ("--workers", 2)
     out = few(*args)
     assert "warning: 9 documents, too few to set some aside: validation is the last 25%" in out
-    assert "2 empty documents" in out and ", bytes, 2 workers" in out
+    assert "3 empty documents" in out and ", bytes, 2 workers" in out
     cuts = [150 * i for i in range(1, 10)]
     assert texts_of(tmp_path / "out/text") == {
         "train": "<|endoftext|>".join(text[:cut] for text, cut in zip(texts, cuts, strict=True)),
@@ -481,23 +478,6 @@ def test_val_source(few, tmp_path, small_batches, many_workers):
     assert "(val_inputs was" in few(*args, code=2)
     (tmp_path / "c.txt").unlink()  # a set is not compared with a part of its files
     assert "already there" in few(*args)
-
-
-def test_shakespeare_is_nanogpts_characters(few, tmp_path):
-    """As data/shakespeare_char/prepare.py of nanoGPT splits them: the first int(0.9 n) are for
-    training.
-    """
-    text = (
-        "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 7
-    )
-    (tmp_path / "input.txt").write_text(text)
-    few("shakespeare", "--source", tmp_path / "input.txt")
-    meta = check_dataset(
-        tmp_path / "out/shakespeare", load(REPO_ROOT / "config/shakespeare.toml").model.vocab_size
-    )
-    ids = np.fromfile(tmp_path / "out/shakespeare/train-00000.bin", "<u2")
-    assert bytes(ids.astype(np.uint8)).decode() == text[: int(0.9 * len(text))]
-    assert meta.splits["val"].tokens == len(text) - len(ids) and meta.tokenizer["name"] == "bytes"
 
 
 # a preparation that is stopped; test_second_time.py kills it at any step
