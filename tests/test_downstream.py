@@ -100,6 +100,10 @@ def test_loglikelihoods_equal_hflms(clients):
     nats, greedy = zip(*wanted, strict=True)
     assert [score[0] for score in got] == pytest.approx(nats, rel=1e-5, abs=1e-6)
     assert [score[1] for score in got] == list(greedy) and len(set(greedy)) == 2
+    # white space belongs to the answer; the harness' client refuses a context of nothing else
+    assert ask(ours, "loglikelihood", [(" ", "bees")]) == ask(
+        ours, "loglikelihood", [("", " bees")]
+    )
     texts = [(words(rng, count),) for count in (1, 3, 9, 30)]
     wanted, got = (ask(client, "loglikelihood_rolling", texts) for client in clients)
     assert got == pytest.approx(wanted, rel=1e-5)
@@ -432,7 +436,8 @@ def test_bits_of_answers_that_are_several_or_none(target, kind, wanted):
     task = SimpleNamespace(OUTPUT_TYPE=kind, multiple_input=0)
     task.doc_to_choice = lambda doc: ["one", "three", "no"]
     sample = {"doc": {}, "target": target, "metrics": ["acc"]}
-    sample["arguments"] = [("so", " one"), ("so", " three"), ("so", " no")]
+    # the harness scores the space at a context's end with the answer
+    sample["arguments"] = [("so ", "one"), ("so", " three"), ("so", " no")]
     sample["resps"] = [[(-bits * math.log(2), False)] for bits in (8, 6, 9)]
     samples = []
     for number, name in ((1, "none"), (0, "none"), (1, "strict")):
@@ -497,6 +502,8 @@ def test_examples_in_a_prompt_are_those_of_the_harness(tmp_path):
         theirs, tasks=[spec], task_manager=manager, num_fewshot=3, bootstrap_iters=0
     )
     assert asked == [theirs.asked] * 2 and theirs.asked[0][0].count("Question:") == 4
+    scores, _ = tasks.score_task("sciq", loaded, ours, limit=1)
+    assert scores["sciq"]["documents"] == 1 and "bits_per_byte_stderr" not in scores["sciq"]
     loaded["tasks"]["sciq"].set_config(key="num_fewshot", value=0)  # such a task has none
     tasks.score_task("sciq", loaded, ours, num_fewshot=3)
     assert ours.asked[0][0].count("Question:") == 1
