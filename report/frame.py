@@ -69,6 +69,7 @@ class Group:
         runs: {variant: {place: run}}, the runs that are compared.
         curves: {label: run}, the runs that are shown and not compared.
         variants: {label of a variant or a curve: its variant}, of all runs, in order.
+        frames: what `series` has made.
     """
 
     values: dict[str, Any]
@@ -77,6 +78,7 @@ class Group:
     runs: dict[str, dict[Place, Run]] = field(default_factory=dict)
     curves: dict[str, Run] = field(default_factory=dict)
     variants: dict[str, str] = field(default_factory=dict)
+    frames: dict[str, pd.DataFrame] = field(default_factory=dict)
 
     @property
     def compared(self) -> list[Run]:
@@ -99,6 +101,8 @@ class Group:
 
     def series(self, name: str) -> pd.DataFrame:
         """A measure: columns (variant, seed), rows steps, or values of the key at runs' ends."""
+        if name in self.frames:
+            return self.frames[name]
         columns: dict[tuple[str, int], dict] = {}
         for variant, of_variant in self.runs.items():
             for (x, seed), run in of_variant.items():
@@ -107,7 +111,8 @@ class Group:
                     if step <= run.max_steps:
                         row = x if self.key else step
                         column[row] = value  # of a value of the key the last one stays
-        return pd.DataFrame(columns, dtype=float).sort_index()
+        self.frames[name] = pd.DataFrame(columns, dtype=float).sort_index()
+        return self.frames[name]
 
     @cached_property
     def losses(self) -> pd.DataFrame:
@@ -268,7 +273,7 @@ def add_runs(group: Group, runs: Sequence[Run], option_keys: Sequence[str]) -> l
     Returns:
         A note on each run that is not compared.
     """
-    compared = choose_compared(runs, group.key)
+    compared = dict.fromkeys(choose_compared(runs, group.key))
     notes = []
     for run in runs:
         options = [format_value(key, run.value(key)) for key in option_keys]
@@ -282,7 +287,7 @@ def add_runs(group: Group, runs: Sequence[Run], option_keys: Sequence[str]) -> l
                 notes.append(f"{run.path} is left out: {rival}")
             continue
         notes.append(f"{run.path} is not compared: {run.progress}")
-        fault = find_text_mismatch([*compared[:1], run])
+        fault = find_text_mismatch([*list(compared)[:1], run])
         if fault:
             notes.append(f"left out: {fault}")
         elif run.evaluations and group.key is None:

@@ -16,6 +16,8 @@ REMEDY = (
 
 def count_values(runs: Iterable[Run], keys: Sequence[str]) -> int:
     """The number of different values that runs have of `keys` together."""
+    if len(keys) == 1:
+        return len({run.value(keys[0]) for run in runs})  # a third of the time, of many runs
     return len({run.values(keys) for run in runs})
 
 

@@ -23,6 +23,7 @@ from report.frame import (
 from report.overview import build_overview, count_states
 from report.paper import build_paper_table, check_experiment
 from report.plots import Picture, draw_group
+from runtime import RunError
 from runtime.runs import Run, format_time, read_runs
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -52,7 +53,14 @@ def read_report(args: Namespace) -> Report:
     Raises:
         ValueError: they are no runs, or cannot be compared, or an argument does not fit them.
     """
-    runs, left_out = read_runs(args.runs)
+    found, left_out = read_runs(args.runs)
+    runs = []
+    for run in found:
+        try:
+            run.loads  # noqa: B018  # read now, to leave out the run whose file is damaged
+            runs.append(run)
+        except RunError as error:
+            left_out.append(f"left out: {error}")
     groups, notes = group_runs(runs, args.over)
     if not groups:
         faults = [*left_out, *notes] or ["no run among the folders"]

@@ -101,7 +101,7 @@ def draw_loads(group: Group) -> Figure | None:
     rows: dict[str, list[float]] = {}
     for variant in group.runs:
         run = group.first_run(variant)
-        for number, layer in enumerate(run.read_loads(), 1):
+        for number, layer in enumerate(run.loads, 1):
             loads = np.divide(layer, np.mean(layer))
             label = f"{variant}, layer {number}"
             rows[label] = sorted(loads, reverse=True)

@@ -173,14 +173,13 @@ class Run:
         return str(self.path)
 
     def read(self) -> None:
-        """Read all files that are compared, and find its status as it is now.
+        """Read all files that are compared.
 
         Raises:
             ValueError: the folder is not a run, a file is broken, or the config is not that of the
                 last checkpoint. The message has the remedy.
         """
         check_settings(self.config, self.metadata, self.path)
-        self.status = self.find_status()
 
     # ---- settings
     @cached_property
@@ -308,8 +307,12 @@ class Run:
         """{step: value} of a name, without validation losses that are not finite."""
         return {line["step"]: line[name] for line in self.lines if name in line}
 
-    def read_loads(self) -> list[list[float]]:
-        """(L, E) tokens of each expert in the last evaluation; empty if they were not logged."""
+    @cached_property
+    def loads(self) -> list[list[float]]:
+        """(L, E) tokens of each expert in the last evaluation; empty if they were not logged.
+
+        Raises RunError if their file is damaged or of another run.
+        """
         line: Line = {"step": self.last_evaluated, "val/loss": 0.0}
         line |= self.evaluations.get(self.last_evaluated, {})
         add_arrays(self.path / "metrics.jsonl", [line], ["val/loads"])
@@ -410,7 +413,7 @@ class Run:
         return owner[1] if owner else platform.node()
 
 
-_last_read: dict[Path, tuple[list, Run]] = {}  # {folder: its files then, its run}
+_last_read: dict[Path, tuple[list | None, Run]] = {}  # {folder: its files then, its run}
 
 
 def read_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
@@ -427,13 +430,14 @@ def read_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
     for path in list_candidates(places):
         try:
             files = list_changes(path)
-            files_then, run = _last_read.get(path, ([], Run(path)))
+            files_then, run = _last_read.get(path, (None, Run(path)))
             if files != files_then:
                 history = run.history
                 history.read(path / "metrics.jsonl")
                 run = Run(path)
                 run.history = history
-            run.read()  # also of a known one: its lock changes without its files
+                run.read()
+            run.status = run.find_status()  # a lock changes without the files
             _last_read[path] = files, run
             runs.append(run)
         except Exception as error:  # whatever is wrong in one folder, the others are read

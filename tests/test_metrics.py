@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 
@@ -162,9 +163,15 @@ def test_a_history_follows_a_file_that_is_replaced_and_reads_no_old_line_again(t
         file.seek(0, 2)
         file.write(json.dumps({"step": 99, "tokens": 0}).encode())
     assert read_history(history, path) == (old, [], old[-1] | {"step": 99})
+    with path.open("ab") as file:  # after a line without its end, or in place, all is read again
+        file.write(b'\n{"step": 100, "tokens": 0}\n')
+    assert read_history(history, path)[0] == read_metrics(path)[:7] != old
+    path.write_bytes(path.read_bytes().replace(b'"val/loss": 2', b'"val/loss": 3'))
+    os.utime(path, (0, 0))
+    assert read_history(history, path)[0] == read_metrics(path)[:7]
     with path.open("ab") as file:
-        file.write(b"\n[]\n{}")
-    with pytest.raises(RunError, match="line 9 is not"):
+        file.write(b"[]\n{}")
+    with pytest.raises(RunError, match="line 10 is not"):
         history.read(path)
 
 

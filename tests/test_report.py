@@ -369,6 +369,9 @@ def test_every_cell_of_a_report_over_a_key(tmp_path):
         assert row["mean: Holm's p"] == f"{p:.2g}" and row["at best: Holm's p"] == f"{p_best:.2g}"
     keys = {f"{router}, gate_norm {x:g}": (router, x) for router, x in product(ROUTERS, XS)}
     check_measures(tables.build_measure_table(group), runs, keys, 1000)
+    group.losses.loc[4, ("kern", 1)] = 0  # the best value has the lowest mean, not the lowest loss
+    rows = tables.list_verdicts(group, {})
+    assert {row["variant"]: row["best model.gate_norm"] for row in rows}["kern"] == "4"
 
 
 def test_measures_of_runs_that_train_are_of_the_step_that_all_have(tmp_path):

@@ -101,7 +101,8 @@ def test_of_many_routers_the_baseline_and_the_best_have_colours(tmp_path):
     coloured = {label: style for label, style in styles.items() if label not in others}
     for property_name in ("color", "marker"):
         assert len({style[property_name] for style in coloured.values()}) == 6
-    (runs[3] / FAILURE_FILE).write_text("out of memory")  # softmax, the second
+    (runs[3] / FAILURE_FILE).write_text("out of memory")  # softmax, before its first evaluation
+    (runs[3] / "metrics.jsonl").write_text("")
     after = plots.choose_styles(load_groups(*runs)[0], "kern")
     assert all(after[label] == style for label, style in coloured.items() if label != "softmax")
     figure = draw_losses(group)
@@ -184,6 +185,29 @@ def test_the_page_and_the_terminal_have_what_the_files_have(tmp_path, call):
     assert "These runs are not compared yet" not in page or len(images) == 1
 
 
+def test_a_report_over_a_key_judges_the_best_and_the_mean(tmp_path, call):
+    """tanh is lower at its best and higher by the mean; of two settings all verdicts come first."""
+    for experts in (32, 64):
+        for x, end in ((1, 1.9), (8, 3.0)):
+            ends = {"kern": 2.0 + x / 100, "tanh": end}
+            own = [f"model.n_expert={experts}", f"model.gate_norm={x}"]
+            make_seeds(tmp_path / f"runs/{experts}-{x}", ends, 4, own, noise=0.003)
+    arguments = [tmp_path / "runs", "--over", "model.gate_norm", "--out", tmp_path / "out"]
+    printed = re.sub(r"\s+", " ", call(report.main, *arguments))
+    page, images = read_page(tmp_path / "out")
+    said = "Each at its best model.gate_norm against kern: tanh lower; 0 undecided. "
+    said += "Mean over model.gate_norm against kern: tanh higher; 0 undecided."
+    assert sum(said in image for image in images) == 2
+    at_one = {}
+    for router in ("tanh", "kern"):
+        at_one[router] = [loss_of(tmp_path / f"runs/32-1/{router}{seed}") for seed in range(4)]
+    difference = f"{np.mean(at_one['tanh']) - np.mean(at_one['kern']):+.4f}"
+    for text in (page, printed):
+        assert re.search(rf"n_expert 32 tanh kern lower {difference} \[.*?\] \S+ higher \+", text)
+    source = (tmp_path / "out/report.html").read_text()
+    assert source.index('<td class="">n_expert 64</td>') < source.index("<img")
+
+
 def test_names_cannot_break_the_page():
     table = Table("Losses", [{"a|b": "<i>", "c": "1 ± 2", "empty": ""}])
     picture = plots.Picture(Figure(), "<u>")
@@ -253,7 +277,10 @@ def test_bad_input(tmp_path, call):
     (nan / "metrics.jsonl").write_text('{"step": 0, "tokens": 1, "val/loss": NaN}\n')
     empty = make_run(tmp_path / "empty", until=0)
     (empty / "metrics.jsonl").write_text("")
+    cut = make_run(tmp_path / "cut")
+    (cut / "arrays/val_00001000.npz").write_bytes(b"PK")
     for arguments, said in [
+        ([cut], "cut/arrays/val_00001000.npz is damaged"),
         ([tmp_path / "kernel"], "no such folder"),
         ([kern, other, "--baseline", "softmx"], f"--baseline 'softmx': the runs have {names}"),
         ([kern, "--out", kern / "config.toml"], "a file, not a folder"),
