@@ -41,6 +41,7 @@ import numpy as np
 import torch
 
 from common.command import build_parser, command, run_command
+from common.files import write_atomic
 from common.text import text_table
 from data import DataError
 from data.bins import read_meta
@@ -264,11 +265,12 @@ def append_results(trained: Trained, stride: int | None, lines: list[dict[str, A
     file = trained.folder / "eval" / trained.label / "val_loss.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     run = {"run": trained.config.run.name, "step": trained.step, "stride": stride}
-    with file.open("a") as output:
-        for line in lines:
-            text = json.dumps(run | line)
-            finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN
-            output.write(json.dumps(finite) + "\n")
+    content = file.read_text() if file.exists() else ""
+    for line in lines:
+        text = json.dumps(run | line)
+        finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN
+        content += json.dumps(finite) + "\n"
+    write_atomic(file, content)
     return file
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from common.files import write_atomic
 from common.text import format_bytes
 from configure import Config, ConfigError
 from configure.schema import Model, replace
@@ -178,7 +179,7 @@ def write_config(args: Namespace, plan_memory: PlanMemory) -> str:
             if recomputes == checkpointing and sum(memory) <= USABLE * args.memory * 2**30:
                 text = format_config(model, budget, args.gpus, largest, parallel, checkpointing)
                 if args.write:
-                    args.write.write_text(text, encoding="utf-8")
+                    write_atomic(args.write, text)
                 return text
     raise ConfigError(
         f"{model.n_layer} layers of width {model.n_embd} need {format_bytes(least)} on each of "

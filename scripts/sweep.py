@@ -33,6 +33,7 @@ import torch
 import configure
 from common.command import build_parser, command, run_command
 from common.cores import count_cores
+from common.files import write_atomic
 from common.text import format_bytes, plural
 from configure import Config, ConfigError
 from data import DataError
@@ -352,7 +353,7 @@ def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | 
     for task, point in enumerate(left):
         tasks.append(f"    {task}) set -- {shlex.join([file, *point.overrides])} ;;\n")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"""\
+    text = f"""\
 #!/usr/bin/env bash
 # {len(left)} points, one task each. From the checkout's root: sbatch {shlex.quote(str(path))}
 # Written by python -m scripts.sweep --slurm. It runs scripts/slurm/train.sbatch, which
@@ -363,7 +364,8 @@ def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | 
 case "$SLURM_ARRAY_TASK_ID" in
 {"".join(tasks)}esac
 exec bash {shlex.quote(str(SBATCH))} "$@"
-""")
+"""
+    write_atomic(path, text)
     print(f"sbatch {shlex.quote(str(path))}    # {len(left)} tasks")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from corpora import jsonl, write_ids
 from numerics import SEED, assert_near, tolerance
-from runs import change_facts, read_tables
+from runs import change_facts, largest_file, read_tables
 from runs import run as train_run
 
 import configure
@@ -210,6 +210,15 @@ def test_sets_of_a_mixture_have_their_parts(dense_run, tmp_path, corpus, call):
     mean = (2 * of_set["tiny"]["loss"] + of_set["other"]["loss"]) / 3
     assert f": mean by the weights of the mixture {mean:.4f}" in said
     assert abs(of_set["tiny"]["loss"] - of_set["other"]["loss"]) > 0.01
+
+
+def test_a_full_disk_names_the_file_and_keeps_its_lines(dense_run, call):
+    call(main, dense_run, "--windows", 3)
+    file = dense_run / "eval/step_00000004/val_loss.json"
+    before = file.read_text()
+    with largest_file(len(before)):
+        said = call(main, dense_run, "--windows", 3, code=2)
+    assert f"File too large: '{file}" in said and file.read_text() == before
 
 
 def write_set(path, tokenizer, length=99):
