@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from configure.schema import Model, Optim, Train
 from model import GPT
-from runtime import RankError, RunError, checkpoint, describe_write_errors
+from runtime import RankError, RunError, UnreadableError, checkpoint, describe_write_errors
 from runtime.checkpoint import DamagedError
 from runtime.folder import RunFolder
 from runtime.runs import format_manifest
@@ -284,6 +284,18 @@ def test_any_damage_of_a_file_is_detected(copied, name):
         (copied / name).unlink() if damaged is None else (copied / name).write_bytes(damaged)
         with pytest.raises(DamagedError, match=f"{copied.name}/{name}: damaged"):
             checkpoint.verify(copied)
+    (copied / name).unlink()
+    (copied / name).mkdir()  # in place of the file
+    with pytest.raises(DamagedError, match=f"{copied.name}/{name}: damaged"):
+        checkpoint.verify(copied)
+
+
+def test_a_file_that_one_rank_cannot_read_comes_before_damage(copied, monkeypatch):
+    """Else the others would rename the checkpoint."""
+    faults = [DamagedError("damaged"), UnreadableError("cannot be read"), None]
+    monkeypatch.setattr(checkpoint.distributed, "gather", lambda fault, group: faults)
+    with pytest.raises(UnreadableError):
+        checkpoint.verify(copied)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
