@@ -485,59 +485,52 @@ def test_changed_data_set_is_refused_before_a_model_is_built(
 
 
 # ---- the config, changed
-@pytest.fixture
-def every_reader(tiny, tmp_path, main, capsys):
-    """`every_reader(text)`: all commands refuse the run of `tiny()` with `text`."""
-
-    def refuse(*texts):
-        place = str(folder.path_of(tiny()))
-        commands = {
-            "train": lambda: main(*MICRO, *changed, "run.name=tiny"),
-            "eval": lambda: val_loss.main([place]),
-            "sample": lambda: sample.main([place, "--prompt", "a"]),
-            "export": lambda: export.main([place, str(tmp_path / "out")]),
-            "report": lambda: report.main([place, "--out", str(tmp_path / "report")]),
-        }
-        for name, command in commands.items():
-            capsys.readouterr()
-            assert command() == 2, name
-            error = capsys.readouterr().err
-            assert all(text in error for text in texts), (name, error)
-        assert not (tmp_path / "out").exists()
-
-    changed = []
-    return refuse, changed
-
-
 # the loss depends on the size of micro-batches, which else may change
 MICRO = ["train.balance_loss_coef=0.1", "train.balance_loss_scope=micro_batch"]
 
 
-def test_weights_are_refused_under_a_config_that_is_not_theirs(tiny, every_reader):
-    refuse, changed = every_reader
+CHANGES = [  # key, value in the checkpoint, value in the config
+    ("model.norm_eps", "1e-05", "0.1"),
+    ("optim.lr", "0.003", "0.03"),
+    ("run.seed", "0", "3"),
+    ("data.document_mask", "False", "True"),
+    ("train.micro_batch_size", "8", "4"),
+    ("data.name", "'tiny'", "'other'"),
+]
+
+
+def test_weights_are_refused_under_a_config_that_is_not_theirs(tiny, tmp_path, main, capsys):
+    """By all commands."""
     run(tiny(*MICRO))
-    file = folder.path_of(tiny()) / "config.toml"
+    place = folder.path_of(tiny())
+    commands = {
+        "train": lambda: main(*MICRO, f"{key}={to_toml(now)}".replace('"', ""), "run.name=tiny"),
+        "eval": lambda: val_loss.main([str(place)]),
+        "sample": lambda: sample.main([str(place), "--prompt", "a"]),
+        "export": lambda: export.main([str(place), str(tmp_path / "out")]),
+        "report": lambda: report.main([str(place), "--out", str(tmp_path / "report")]),
+    }
+    file = place / "config.toml"
     text = file.read_text()
-    for key, then, now in (
-        ("model.norm_eps", "1e-05", "0.1"),
-        ("optim.lr", "0.003", "0.03"),
-        ("run.seed", "0", "3"),
-        ("data.document_mask", "False", "True"),
-        ("train.micro_batch_size", "8", "4"),
-    ):
-        name = key.split(".")[1]
-        edited = text.replace(f"\n{name} = {then.lower()}\n", f"\n{name} = {now.lower()}\n")
-        assert edited.count(f"\n{name} = {now.lower()}\n") == 1 and edited != text
-        file.write_text(edited)
-        changed[:] = [f"{key}={now.lower()}"]
-        refuse(f"{key}: {then} in the checkpoint, {now} in the config")
-    edited = text.replace('[data]\nname = "tiny"', '[data]\nname = "other"')
-    file.write_text(edited)
-    changed[:] = ["data.name=other"]
-    refuse("data.name: 'tiny' in the checkpoint, 'other' in the config")
+
+    def to_toml(value):
+        return value.lower().replace("'", '"')
+
+    for key, then, now in CHANGES:
+        section, name = key.split(".")
+        before, _, after = text.partition(f"[{section}]")
+        line = f"\n{name} = {to_toml(then)}\n"
+        edited = after.replace(line, f"\n{name} = {to_toml(now)}\n", 1)
+        assert edited != after
+        file.write_text(f"{before}[{section}]{edited}")
+        for command, call in commands.items():
+            capsys.readouterr()
+            assert call() == 2, command
+            said = f"{key}: {then} in the checkpoint, {now} in the config"
+            assert said in capsys.readouterr().err, command
+    assert not (tmp_path / "out").exists()
     file.write_text(text.replace("\ninterval = 1\n", "\ninterval = 3\n"))  # log.interval
-    load_model(file.parent)
-    file.write_text(text)
+    load_model(place)
 
 
 def test_full_disk_at_the_claim_names_the_folder(main, tiny, capsys):
