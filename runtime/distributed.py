@@ -191,16 +191,16 @@ def host_memory_bytes() -> int | None:
     return min(limits, default=None)
 
 
-def list_cgroup_limits(own: Path, root: Path) -> list[int]:
+def list_cgroup_limits(groups: Path, root: Path) -> list[int]:
     """The limits of memory, in bytes, of the control groups that this process is in.
 
     Args:
-        own: Linux' /proc/self/cgroup, lines `NUMBER:CONTROLLERS:/PATH`; version 2 names none.
+        groups: Linux' /proc/self/cgroup, lines `NUMBER:CONTROLLERS:/PATH`; version 2 names none.
         root: where the groups are mounted.
     """
     limits = []
     with suppress(OSError, ValueError):  # no Linux, or lines of another form
-        for line in own.read_text().splitlines():
+        for line in groups.read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers not in ("", "memory"):
                 continue

@@ -208,11 +208,11 @@ def copied_bytes(
             mlp += prod(shape)
         elif name.startswith("blocks.0."):
             other += prod(shape)
-    kept = 1 if checkpointing else n_layer  # autograd keeps the casts of one block, or of all
+    n_cast = 1 if checkpointing else n_layer  # blocks whose casts autograd keeps
     cast_bytes = CAST_BYTES[dtype]
-    casts = cast_bytes * (outside + kept * other)
+    casts = cast_bytes * (outside + n_cast * other)
     if parallel == "ddp":
-        return casts + cast_bytes * kept * mlp
+        return casts + cast_bytes * n_cast * mlp
     # The buffer that a block is gathered in, its gradients, and gradients that are reduced in fp32.
     # Parameters outside of blocks stay gathered.
     gathered_bytes = cast_bytes or 4
@@ -377,22 +377,22 @@ def check_host(config: Config, memory: Memory, device: torch.device) -> None:
     is_shared = config.train.parallel != "ddp" or count_expert_ranks(config) > 1
     copy = memory.weights + memory.optimizer + memory.ema
     need = copy * (n_rank if is_shared else 1)
-    what = "a checkpoint's copy of its state"
+    purpose = "a checkpoint's copy of its state"
     if device.type == "cpu":
         need += n_rank * memory.state
-        what = "its state and a checkpoint's copy of it"
+        purpose = "its state and a checkpoint's copy of it"
     smaller = "a smaller model (model.n_layer, model.n_embd, model.n_expert) or "
-    check_host_memory(config.run.name, what, need, smaller)
+    check_host_memory(config.run.name, purpose, need, smaller)
 
 
-def check_host_memory(name: str | Path, what: str, need: int, instead: str = "") -> None:
-    """Raise RunError if the host has less memory than `need` bytes, for `what` of model `name`."""
+def check_host_memory(name: str | Path, purpose: str, need: int, instead: str = "") -> None:
+    """Raise RunError if the host has less memory than `need` bytes, for the `purpose` of `name`."""
     capacity = distributed.host_memory_bytes()
     if capacity is not None and need > capacity:
         raise RunError(
-            f"{name}: {format_bytes(need)} of memory are needed for {what}, and this host (or its "
-            f"container) has {format_bytes(capacity)}: use {instead}a machine or container with "
-            "more"
+            f"{name}: {format_bytes(need)} of memory are needed for {purpose}, and this host (or "
+            f"its container) has {format_bytes(capacity)}: use {instead}a machine or container "
+            "with more"
         )
 
 

@@ -205,26 +205,28 @@ def build_optimizer(model: nn.Module, optim: Optim, half: HalfCopies | None = No
 
     # By optimizer, and by the ranks that parameters are on: torch does not step or clear several
     # meshes at once.
-    by_part: dict[tuple[str, Any], list[Group]] = {}
-    for group in groups:
-        by_kind: dict[str, list[Tensor]] = {}
+    groups_of_parts: dict[tuple[str, Any], dict[int, Group]] = {}
+    for number, group in enumerate(groups):
         for p in group["params"]:
-            kind = "muon" if "momentum" in group else "copying" if p in copied else "torch"
-            by_kind.setdefault(kind, []).append(p)
-        for kind, parameters in by_kind.items():
-            part = by_part.setdefault((kind, find_mesh(parameters[0])), [])
-            part.append({**group, "params": parameters})
+            kind = "torch"
+            if "momentum" in group:
+                kind = "muon"
+            elif p in copied:
+                kind = "copying"
+            part = groups_of_parts.setdefault((kind, find_mesh(p)), {})
+            part.setdefault(number, {**group, "params": []})["params"].append(p)
 
     settings = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
     parts: list[torch.optim.Optimizer] = []
-    for (kind, _), part in by_part.items():
+    for (kind, _), by_number in groups_of_parts.items():
+        own_groups = list(by_number.values())
         if kind == "muon":
-            parts.append(Muon(part, optim.lr, find_splits(model)))
+            parts.append(Muon(own_groups, optim.lr, find_splits(model)))
         elif kind == "torch":
-            parts.append(AdamW(part, **settings, fused=True))
+            parts.append(AdamW(own_groups, **settings, fused=True))
         else:
             assert half is not None
-            parts.append(CopyingAdamW(part, settings, half))
+            parts.append(CopyingAdamW(own_groups, settings, half))
     optimizers = Optimizers(parts, ordered)
     allocate_moments(optimizers)
     return optimizers

@@ -220,8 +220,8 @@ def without_parameters() -> Iterator[None]:
     """
 
     def drop_parameters(_: nn.Module, name: str, module: nn.Module | None) -> None:
-        own = {} if module is None else dict(module.named_parameters(recurse=False))
-        for key, p in own.items():
+        parameters = {} if module is None else dict(module.named_parameters(recurse=False))
+        for key, p in parameters.items():
             setattr(module, key, nn.Parameter(p.to("meta"), p.requires_grad))
 
     handle = register_module_module_registration_hook(drop_parameters)
@@ -382,10 +382,10 @@ def share_experts(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
         if not isinstance(mixture, MoE):
             continue
         for name, p in list(mixture.experts.named_parameters()):
-            own = p.detach().chunk(mesh.size())[mesh.get_local_rank()]
-            if not own.is_meta:
-                own = own.to(device, copy=True)
-            shard = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+            part = p.detach().chunk(mesh.size())[mesh.get_local_rank()]
+            if not part.is_meta:
+                part = part.to(device, copy=True)
+            shard = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
             setattr(mixture.experts, name, nn.Parameter(shard))
         n_expert = len(mixture.router.weight)
         start = torch.compiler.disable(start_journey)  # it waits for counts of rows
@@ -533,9 +533,9 @@ def gather_model(model: GPT) -> GPT:
         copy = GPT(model.config)
     copy.to_empty(device=model.head.device).requires_grad_(False)
     copy.document_token = model.document_token
-    own = copy.state_dict()
+    tensors = copy.state_dict()
     for name, tensor in model.state_dict().items():
-        own[name].copy_(full_tensor(tensor))
+        tensors[name].copy_(full_tensor(tensor))
     return copy
 
 

@@ -158,9 +158,8 @@ class Updates:
         after_finite_loss = torch.stack(list(counted._replace(**latest))).double()
         after_bad_loss = torch.stack(list(halted._replace(**latest))).double()
         counters = torch.where(is_finite, after_finite_loss, after_bad_loss)
-        kept = numbers[UNUSED]
-        parts = [counters[: UNUSED.start], kept, counters[UNUSED.start :], numbers[13:]]
-        after = torch.cat(parts)
+        first, others = counters[: UNUSED.start], counters[UNUSED.start :]
+        after = torch.cat([first, numbers[UNUSED], others, numbers[13:]])
         after = torch.where(is_running, after, numbers)
 
         excess = (norm + 1e-6) / self.grad_clip if self.grad_clip else torch.zeros_like(norm)
