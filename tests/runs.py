@@ -139,10 +139,12 @@ def flip(path: Path, bit: int) -> None:
 
 
 def untimed(lines: list[dict]) -> list[dict]:
-    """The lines of metrics.jsonl without times: equal for equal runs."""
-    return [
-        {key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines
-    ]
+    """The lines of metrics.jsonl without times, and with "nan" for NaN: equal for equal runs."""
+    kept = []
+    for line in lines:
+        values = {key: value for key, value in line.items() if not key.startswith("perf/")}
+        kept.append({key: value if value == value else "nan" for key, value in values.items()})
+    return kept
 
 
 # ---- runs that differ by rounding alone
