@@ -334,11 +334,13 @@ def _check_shapes(tensors: Mapping[str, Tensor], expected: dict[str, Tensor]) ->
                 f"config.json and the weights do not match: {name} is {shape}, "
                 f"expected {wanted}; download both again"
             )
-        if not name.endswith("hash_table") and tensors[name].dtype not in FLOATS:
+        tensor = tensors[name]
+        if not name.endswith("hash_table") and tensor.dtype not in FLOATS:
             raise RunError(
-                f"{name} ({tensors[name].dtype}) is not floating point; "
-                f"use weights that are not quantized"
+                f"{name} ({tensor.dtype}) is not floating point; use weights that are not quantized"
             )
+        if not tensor.isfinite().all():
+            raise RunError(f"{name} contains NaN or Inf; use other weights")
 
 
 class TokenizerModel(BaseModel):

@@ -114,6 +114,7 @@ DAMAGES = {
     "tie_word_embeddings is true, and lm_head.weight differs from": {"tie_word_embeddings": True},
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
     "model_type is 'llama'": {"model_type": "llama"},
+    f"{GATE} contains NaN or Inf": {GATE: torch.full((16, 32), torch.inf)},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
     f"{GATE} is missing": {GATE: None},
     "experts.8.gate_proj.weight is (16, 32), expected none": {
