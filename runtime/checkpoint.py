@@ -316,10 +316,10 @@ def _lower_priority() -> None:
 
 
 def _copy_to_host(state: Any) -> Any:
-    """Copy the tensors of nested dicts, in sorted order: equal states then give equal files."""
+    """Copy the tensors of nested dicts."""
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
-    return {name: _copy_to_host(state[name]) for name in sorted(state)}
+    return {name: _copy_to_host(part) for name, part in state.items()}
 
 
 def list_extra(folder: Path, train: Train, newest: float = math.inf) -> list[Path]:
@@ -515,7 +515,8 @@ def collect_tensors(
 ) -> dict[str, Any]:
     """All tensors of a checkpoint, nested: not copies, so that reading into them restores a run.
 
-    The optimizers' settings are left out: they come from the config.
+    In one order, so that equal states give equal files. The optimizers' settings are left out: they
+    come from the config.
     """
     states: dict[Any, Any] = {}
     for optimizer in optimizers:

@@ -80,11 +80,16 @@ UNUSED |= {"transformers", "tokenizers", "tiktoken", "matplotlib", "jinja2", "wa
 
 def test_a_run_imports_only_what_it_uses(tiny_file):
     """A run on one CPU with a checkpoint and evaluations, which compiles and shards nothing."""
-    code = f"import sys, train; train.main([{str(tiny_file)!r}]); print(*sys.modules, sep='\\n')"
+    code = f"""
+import gc, sys, train
+train.main([{str(tiny_file)!r}])
+print(f"collects: {{gc.isenabled()}}", *sys.modules, sep="\\n")
+"""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True)
     assert "finished, 4 steps" in done.stdout, done.stdout + done.stderr
-    assert not UNUSED & set(done.stdout.splitlines())
+    lines = {*done.stdout.splitlines()}
+    assert "collects: True" in lines and not UNUSED & lines
 
 
 # ---- docs/first_run.ipynb: from top to bottom, committed with its outputs

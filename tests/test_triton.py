@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from configure.schema import Model
-from kernels import expert_mlp
+from kernels import expert_mlp, torch_grouped
 from model import GPT
 from runtime.parallel import compile_blocks
 
@@ -275,6 +275,26 @@ def test_model_compiles_into_two_graphs(monkeypatch, checkpointing):
     got = run(model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@on_cpu
+def test_experts_of_torch_are_not_traced(monkeypatch):
+    """Their products' sizes depend on the loads."""
+    traced, make_parts = [], torch_grouped.make_parts
+
+    def note_and_make(*arguments):
+        traced.append(torch.compiler.is_compiling())
+        return make_parts(*arguments)
+
+    monkeypatch.setattr(torch_grouped, "make_parts", note_and_make)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setitem(kernels.BACKENDS, "torch", torch_grouped.expert_mlp)
+    torch._dynamo.reset()
+    model = GPT(Model(**SIZES, n_expert=2, top_k=1, expert_hidden=24, backend="torch"))
+    compile_blocks(model)
+    idx = torch.randint(40, (1, 4))
+    model(idx, idx).loss.backward()
+    assert traced == [False] * 3
 
 
 @on_cpu
