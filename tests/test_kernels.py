@@ -7,7 +7,6 @@ import pytest
 import torch
 from numerics import DEVICE, assert_near, seeded, tolerance
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kernels import expert_mlp, torch_grouped
 
@@ -258,17 +257,14 @@ class BytesMade(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         out = func(*args, **kwargs)
-        storages = {
-            t.untyped_storage().data_ptr(): t
-            for t in tree_leaves(out)
-            if isinstance(t, torch.Tensor)
-        }
-        for old in given:
-            storages.pop(old.untyped_storage().data_ptr(), None)
-        sizes = [t.untyped_storage().nbytes() for t in storages.values()]
-        self.total, self.largest = self.total + sum(sizes), max([self.largest, *sizes])
+        given = [
+            t.untyped_storage().data_ptr() for t in (*args, *kwargs.values()) if torch.is_tensor(t)
+        ]
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if torch.is_tensor(t) and t.untyped_storage().data_ptr() not in given:
+                self.total += t.untyped_storage().nbytes()
+                self.largest = max(self.largest, t.untyped_storage().nbytes())
         return out
 
 

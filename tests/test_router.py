@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
 from numerics import assert_near, seeded, tolerance
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import router as router_module
 from balance import (
@@ -323,17 +322,6 @@ def test_a_hash_table_is_created_where_buffers_are():
     with torch.device("meta"):
         router = Router(C, E, K, find_spec("softmax"), table=table)
     assert router.hash_table.is_meta
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("top_k", [1, 4])
-def test_balance_loss_equals_transformers(top_k):
-    router, x = Router(C, E, top_k, ROUTERS["softmax"]), torch.randn(N, C, requires_grad=True)
-    routing = router(x)
-    mine = balance(routing)
-    theirs = load_balancing_loss_func((x @ router.weight.T,), E, top_k) / top_k
-    assert_same(mine, theirs)
-    assert_same_gradients(mine, theirs, [x, router.weight])
 
 
 def choose_in_groups(scores: list[float], n_group: int, group_k: int, top_k: int) -> list[int]:

@@ -3,7 +3,6 @@ GPU.
 """
 
 import math
-import sys
 from itertools import product
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from interpreter import like_gpu  # noqa: F401
 from numerics import DEVICE, assert_near, guarded_buffers, seeded, tolerance
 
-import kernels
 from balance import Stats, measure
 from configure.schema import Model
 from kernels import route
@@ -223,36 +221,19 @@ def test_runs_repeat_bit_for_bit_and_strides_do_not_matter():
     assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
 
 
-def build(backend, router="kern"):
-    sizes = {
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": 16,
-        "block_size": 6,
-        "vocab_size": 40,
-        "init_std": 0.3,
-    }
-    torch.manual_seed(seeded().initial_seed())
-    model = GPT(
-        Model(**sizes, router=router, n_expert=6, top_k=2, expert_hidden=8, backend="torch")
-    )
-    for block in model.blocks:
-        block.backend = backend or "torch"  # of its norms
-        block.mlp.router.fused = (
-            None if backend is None else lambda *inputs: route(*inputs, backend)
-        )
-    return model.to(DEVICE), torch.randint(40, (3, 6), generator=seeded(1)).to(DEVICE)
-
-
 @pytest.mark.numerics
 @pytest.mark.parametrize("router", ["softmax", "kern"])
-def test_model_with_the_kernels_of_router_and_norm_and_without(router):
+def test_model_with_all_kernels_and_without(router):
     """Loss, statistics and all gradients; with balance loss and z-loss, so each output of the
-    kernel takes part.
+    router's kernel takes part.
     """
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 6, "vocab_size": 40}
+    sizes |= {"n_expert": 6, "top_k": 2, "expert_hidden": 8, "init_std": 0.3}
+    idx = torch.randint(40, (3, 6), generator=seeded(1)).to(DEVICE)
     results = []
-    for backend, checkpointing in ((None, False), ("triton", False), ("triton", True)):
-        model, idx = build(backend, router)
+    for backend, checkpointing in (("torch", False), ("triton", False), ("triton", True)):
+        torch.manual_seed(seeded().initial_seed())
+        model = GPT(Model(**sizes, router=router, backend=backend)).to(DEVICE)
         for block in model.blocks:
             block.checkpointing = checkpointing
         out = model(idx, idx)
@@ -271,23 +252,17 @@ def test_model_with_the_kernels_of_router_and_norm_and_without(router):
 
 
 @on_cpu
-def test_where_the_kernel_does_not_run(monkeypatch):
-    inputs = (
-        torch.randn(4, 6),
-        torch.zeros(6),
-        torch.ones(1),
-        None,
-        ("exp", "none", "l1 over all"),
-        2,
-        1,
-    )
-    assert route(*inputs, "auto") is None and route(*inputs, "torch") is None  # on a CPU
-    assert route(*inputs, "triton") is not None
+def test_where_the_kernel_runs():
     many = triton_router.LARGEST + 1
-    assert route(torch.randn(2, many), torch.zeros(many), *inputs[2:], "triton") is None
-    monkeypatch.setattr(kernels, "triton", None)
-    monkeypatch.setitem(sys.modules, "kernels.triton_kernels", None)
-    assert route(*inputs, "auto") is None
+    for E, backend, runs in (
+        (6, "auto", 0),
+        (6, "torch", 0),
+        (6, "triton", 1),
+        (many, "triton", 0),
+    ):
+        inputs = torch.randn(4, E), torch.zeros(E), torch.ones(1), None
+        out = route(*inputs, ("exp", "none", "l1 over all"), 2, 1, backend)
+        assert (out is not None) == runs, (E, backend)
 
 
 # on a GPU, in full size
