@@ -219,28 +219,29 @@ def make_model(layers: int, width: int, kind: Mapping[str, Any]) -> Model:
 def choose_shape(args: Namespace) -> tuple[Model, float]:
     """The model and the FLOPs that the dial asks for. Raises ConfigError."""
     models = list_models()
-    name, value = ("--budget", args.budget) if args.hours is None else ("--hours", args.hours)
+    name, value, unit = "--budget", args.budget, "FLOPs"
+    if args.hours is not None:
+        name, value, unit = "--hours", args.hours, "hours"
     if not 0 < value < math.inf:
         raise ConfigError(f"{name} {value:g}: expected a number above 0")
-    chosen = None
-    for model in models:
-        flops = value if args.hours is None else count_flops_in(args, model)
-        if count_least_flops(model) <= flops:
-            chosen = (model, flops)
-    if chosen is None:
+    least = [count_least_flops(model) for model in models]
+    given = [value if unit == "FLOPs" else count_flops_in(args, model) for model in models]
+    possible = [i for i in range(len(models)) if least[i] <= given[i]]
+    model = models[max(possible, default=0)]
+    flops = given[max(possible, default=0)]
+    rung = f"{model.n_layer} layers of width {model.n_embd}"
+    if not possible:
         raise ConfigError(
-            f"{name} {value:g}: it is below the smallest rung, {models[0].n_layer} layers of width "
-            f"{models[0].n_embd}, which needs {1.01 * count_least_flops(models[0]):.3g} FLOPs; "
-            "raise it to that"
+            f"{name} {value:g}: it is below the smallest rung, {rung}, which needs "
+            f"{1.01 * least[0] / flops * value:.3g} {unit}; raise it to that"
         )
-    model, flops = chosen
-    most = BEYOND * count_least_flops(models[-1])
+    most = BEYOND * least[-1]
     if flops > most:
         raise ConfigError(
-            f"{name} {value:g}: it is beyond the largest rung, {model.n_layer} layers of width "
-            f"{model.n_embd}, which takes up to {0.99 * most:.3g} FLOPs; lower it to that"
+            f"{name} {value:g}: it is beyond the largest rung, {rung}, which takes up to "
+            f"{0.99 * most / flops * value:.3g} {unit}; lower it to that"
         )
-    return chosen
+    return model, flops
 
 
 def count_flops_in(args: Namespace, model: Model) -> float:
@@ -268,7 +269,8 @@ def count_sequences(model: Model, budget: float) -> int:
     """Sequences per step by the power law, rounded to a power of two."""
     tokens = budget / flops_per_token(model)
     batch_tokens = BASE_BATCH * (tokens / BASE_TOKENS) ** BATCH_EXPONENT
-    return 2 ** max(0, round(math.log2(batch_tokens / model.block_size)))
+    power = round(math.log2(batch_tokens / model.block_size))
+    return 2 ** min(max(0, power), 20)  # of what has more the budget is refused
 
 
 def divide_batch(sequences: int, gpus: int, largest: int) -> tuple[int, int]:

@@ -151,6 +151,9 @@ def test_a_model_that_is_too_large_names_its_memory_and_more_gpus(call):
     [
         ("--budget 1e11", r"1e\+11: it is below the smallest rung, 2 layers of width 64, which"),
         ("--budget 1e23", "beyond the largest rung, 64 layers of width 4096, which takes up to"),
+        ("--hours 1e-9", r"1e-09: it is below the smallest rung, 2 layers .* \S+ hours; raise it"),
+        ("--hours 1e4 --gpus 64", r"it is beyond the largest rung, .* up to \S+ hours; lower it"),
+        ("--hours 1e30 --gpus 64", r"it is beyond the largest rung, .* up to \S+ hours; lower it"),
         ("--budget 1e19 --gpus 4096", "a step of this budget has 128 sequences .* --gpus 128 or"),
         ("--budget nan", "--budget nan: expected a number above 0"),
         ("--hours -1", "--hours -1: expected a number above 0"),
@@ -164,5 +167,5 @@ def test_bad_input_is_refused(call, monkeypatch, words, error):
     monkeypatch.chdir(REPO_ROOT)
     said = call(plan.main, *words.split(), code=2)
     assert re.search(error, said)
-    for limit in re.findall(r"(\S+) FLOPs; (?:raise|lower) it to that", said):
-        call(plan.main, "--budget", limit, "--gpus", 64 if "lower" in said else 8)
+    for limit in re.findall(r"(\S+) (?:FLOPs|hours); (?:raise|lower) it to that", said):
+        call(plan.main, words.split()[0], limit, "--gpus", 64 if "lower" in said else 8)
