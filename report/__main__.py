@@ -6,14 +6,16 @@
                                                                    with the paper's numbers
     python -m scripts.report runs/kern_after-* --baseline kern-nogamma
                                                                    loss minus that router's
-    python -m scripts.report runs/norm-* --over model.gate_norm    a curve per router over that key
+    python -m scripts.report runs/norm-* --over model.gate_norm    a curve per router over that key;
+                                                                   compared at their best values
     python -m scripts.report runs --follow                         while they train, until Ctrl-C
     python -m scripts.report runs/small-* --wandb online           sent to Weights & Biases, too
 
 Writes report.html, a page with its pictures in it, and prints its tables. With --follow the page is
 written again and again and reloads itself: open the file, or on a remote machine serve its folder
 by `python -m http.server`. Runs of one corpus, size and schedule are one setting, with tables of
-its own. Differences are paired by seed; a verdict needs three seeds. Needs requirements/report.txt.
+its own. Differences from the baseline are paired by seed; a verdict needs three seeds. Needs
+requirements/report.txt.
 """
 
 import math

@@ -99,6 +99,11 @@ def test_runs_on_other_text_are_refused(tmp_path):
         assert groups == [] and re.search(said, notes[-1])
     add_checkpoint(kern, 400, **facts)
     assert len(load_groups(dense, softmax, kern)) == 1
+    damaged = make_run(tmp_path / "damaged", "model.router=tanh")
+    (add_checkpoint(damaged) / "manifest.json").write_text("{}")
+    groups, notes = load(dense, damaged)
+    assert groups == [] and f"so the data of {damaged} is unknown; put back" in notes[-1]
+    assert len(load_groups(damaged)) == 1
     # nor are unfinished ones shown beside others
     young = make_run(tmp_path / "young", "model.router=tanh", until=0.3)
     add_checkpoint(young, **facts | {"data": "else"})

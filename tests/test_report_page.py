@@ -326,4 +326,4 @@ def test_follow_writes_the_page_again(tmp_path):
         finally:
             process.terminate()
     assert said[0].startswith(f"warning: {tmp_path}/runs: no such folder")
-    assert said[-1] == f"report: {page}\n"
+    assert said[-1] == f"report: {page}\n" and len(said) == len(set(said))

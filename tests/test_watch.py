@@ -237,6 +237,7 @@ def test_files_that_change_are_read_again(tmp_path):
     manifest.write_text("damaged")
     ((run,), _) = read_runs([tmp_path])
     assert run is not again and run.status.trouble.startswith(f"warning: {manifest}: damaged")
+    assert run.history is again.history  # which reads on
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("\nseed = 0\n", "\nseed = 7\n"))
     assert [run.seed for run in read_runs([tmp_path])[0]] == [7]
