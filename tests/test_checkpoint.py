@@ -324,6 +324,17 @@ def test_what_cannot_be_read_is_not_damaged(copied, monkeypatch, name, number):
     assert checkpoint.latest(copied.parent, ALONE)[0] == 2
 
 
+def test_an_error_of_reading_within_torch_is_told_as_one(copied, monkeypatch):
+    file = copied / "__0_0.distcp"
+
+    def fail(*args, **options):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(file))
+
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", fail)
+    with pytest.raises(UnreadableError, match=f"^{file} cannot be read .Too many open files"):
+        Training().load(copied.parent, 2)
+
+
 def test_a_length_is_compared_before_a_hash(copied, monkeypatch):
     monkeypatch.setattr(checkpoint, "_describe_file", None)
     with (copied / ".metadata").open("ab") as file:

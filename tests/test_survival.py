@@ -489,6 +489,7 @@ def test_changed_data_set_is_refused_before_a_model_is_built(
 MICRO = ["train.balance_loss_coef=0.1", "train.balance_loss_scope=micro_batch"]
 
 
+LONGER = "train.max_steps=5"
 CHANGES = [  # key, value in the checkpoint, value in the config
     ("model.norm_eps", "1e-05", "0.1"),
     ("optim.lr", "0.003", "0.03"),
@@ -505,6 +506,9 @@ def test_weights_are_refused_under_a_config_that_is_not_theirs(tiny, tmp_path, m
     place = folder.path_of(tiny())
     commands = {
         "train": lambda: main(*MICRO, f"{key}={to_toml(now)}".replace('"', ""), "run.name=tiny"),
+        "resume": lambda: main(
+            *MICRO, f"{key}={to_toml(now)}".replace('"', ""), "run.name=tiny", LONGER
+        ),
         "eval": lambda: val_loss.main([str(place)]),
         "sample": lambda: sample.main([str(place), "--prompt", "a"]),
         "export": lambda: export.main([str(place), str(tmp_path / "out")]),
@@ -527,6 +531,8 @@ def test_weights_are_refused_under_a_config_that_is_not_theirs(tiny, tmp_path, m
             capsys.readouterr()
             assert call() == 2, command
             said = f"{key}: {then} in the checkpoint, {now} in the config"
+            if (command, key) == ("resume", "data.name"):
+                said = "other: no such data set"
             assert said in capsys.readouterr().err, command
     assert not (tmp_path / "out").exists()
     file.write_text(text.replace("\ninterval = 1\n", "\ninterval = 3\n"))  # log.interval
