@@ -214,7 +214,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--num-fewshot", type=int, default=0, help="(default: %(default)s)")
     add_device_argument(parser)
     args = parser.parse_args(argv)
-    args.tasks = list(dict.fromkeys(args.tasks))
     args.runs = list(dict.fromkeys(args.runs))
     if args.num_fewshot < 0 or (args.limit is not None and args.limit < 1):
         raise RunError("--num-fewshot must be at least 0, --limit at least 1")

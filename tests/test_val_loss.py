@@ -275,6 +275,12 @@ def test_errors(dense_run, faulty, call, corpus, words):
         main([str(dense_run), "--windows", "0"])
 
 
+def test_a_loss_beyond_floats_has_a_perplexity():
+    corpus = val_loss.Corpus("a", [([EOT], [1])] * 2, np.arange(2), 2)
+    line = corpus.describe(np.array([800.0, 1000.0]))
+    assert (line["loss"], line["perplexity"]) == (900, math.exp(99))
+
+
 def test_runs_of_other_data_are_compared_on_one_set(dense_run, faulty, call):
     said = call(main, dense_run, faulty / "elsewhere", "--data", "tiny")
     assert "no longer" not in said and "+0.0000 [" in said
