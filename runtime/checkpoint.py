@@ -518,6 +518,9 @@ def collect_tensors(
     In one order, so that equal states give equal files. The optimizers' settings are left out: they
     come from the config.
     """
+    # First: it makes FSDP2 put back the shards of modules that are still gathered, as the root is
+    # after a forward pass. Their gathered parameters are not the optimizer's.
+    weights = model.state_dict()
     states: dict[Any, Any] = {}
     for optimizer in optimizers:
         states.update(optimizer.state)
@@ -525,7 +528,8 @@ def collect_tensors(
     for name, p in model.named_parameters():
         if p in states:
             moments[name] = states[p]
-    return {"model": model.state_dict(), "optimizer": moments, "run": tensors}
+    assert len(moments) == len(states)
+    return {"model": weights, "optimizer": moments, "run": tensors}
 
 
 def _fill_tensors(reader: "Reader", state: dict[str, Any]) -> None:
