@@ -196,9 +196,10 @@ def compare_group(
     found = []
     if group.key or any(group.ends):
         for left, right in find_pairs(group, baseline):
-            comparison = group.compare(left, right, group.ends)
             if at_best:
                 comparison = group.compare_best(left, right)
+            else:
+                comparison = group.compare(left, right, group.ends)
             if comparison is not None:
                 found.append(comparison)
     verdicts = judge([comparison.difference for comparison in found], margin)
