@@ -10,12 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from numerics import SEED, assert_near, tolerance
-from runs import ALONE, REPO_ROOT, column, run, steps, untimed
+from runs import ALONE, REPO_ROOT, column, metrics, run, steps, untimed
 from safetensors.torch import load_file
 from tqdm import tqdm
 
@@ -253,16 +254,30 @@ def test_everything_is_closed_after_an_error(tiny, monkeypatch, before_steps):
     tracker = SimpleNamespace(id="x", recall=print, log=print, finish=codes.append)
     monkeypatch.setattr(reporter, "start_wandb", lambda *args: tracker)
     before_steps(lambda step: 1 / (step - 2))
+    n_thread = threading.active_count()
     with pytest.raises(ZeroDivisionError) as caught:  # which keeps all that is not closed alive
         train.train(tiny())
     assert codes == [1]  # wandb shows a failed run
     assert all(bar.disable for bar in tqdm._instances)
+    assert threading.active_count() == n_thread  # none reads batches ahead
     with RunFolder(path_of(tiny())).claim(ALONE):
         del caught
     before_steps(None)
     assert run(tiny())[-1]["step"] == 4 and codes == [1, 0]
     # which no checkpoint had
     assert read_metrics(path_of(tiny()) / "metrics.old.jsonl")[-1]["step"] == 2
+
+
+def test_a_failed_save_ends_the_run_at_its_step(tiny, monkeypatch, saves_end_first):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    saves_end_first()
+    monkeypatch.setattr(checkpoint.Saver, "_publish", fail)
+    config = tiny("train.checkpoint_interval=2", "train.max_steps=50")
+    with pytest.raises(RunError, match="step_00000002: .*could not be written .*No space left"):
+        run(config)
+    assert metrics(config)[-1]["step"] == 2
 
 
 def test_metrics_reach_the_disk_before_the_checkpoint_that_makes_them_final(tiny, monkeypatch):
