@@ -389,6 +389,7 @@ def test_a_narrow_terminal_keeps_what_matters_most(columns, shown):
 def test_a_file_gets_lines(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    threads = threading.enumerate()  # another test's bar may have left a TMonitor
     with progress_bar(every=10, desc="tiny", unit=" steps", initial=10, total=100) as bar:
         for _ in range(11):
             now[0] += 1
@@ -398,7 +399,8 @@ def test_a_file_gets_lines(capsys, monkeypatch):
     with progress_bar(every=10, desc="whole", total=1) as bar:
         now[0] += 10
         bar.update()
-    assert not any(isinstance(thread, TMonitor) for thread in threading.enumerate())
+    new_threads = set(threading.enumerate()) - set(threads)
+    assert not any(isinstance(thread, TMonitor) for thread in new_threads)
     lines = [
         "tiny: 20/100 steps, 00:10, 01:20 left",
         "tiny: 21/100 steps, 00:11, 01:19 left",

@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from runs import Forked, wait_until
 
 from common.files import write_atomic
-from data import encode, prepare, readers, verify, workers
+from data import DataError, encode, prepare, readers, verify, workers
 from data.bins import check_dataset, open_tokens, read_meta
 from data.sources import SOURCES
 from data.writer import Writer
@@ -481,6 +481,19 @@ def test_val_source(few, tmp_path, small_batches, many_workers):
 
 
 # a preparation that is stopped; test_second_time.py kills it at any step
+@pytest.mark.parametrize(
+    "recorded, now, change",
+    [
+        ({"val_source": "v", "seed": 1}, {"seed": 1}, r"\(val_source was 'v', is None\)"),
+        ({"seed": 1}, {"val_source": "v", "seed": 1}, r"\(val_source was None, is 'v'\)"),
+    ],
+)
+def test_an_argument_may_neither_go_nor_come(recorded, now, change):
+    with pytest.raises(DataError, match=change):
+        prepare.refuse_changes(recorded, now, "x holds an unfinished set made")
+    prepare.refuse_changes(now, now, "x holds an unfinished set made")
+
+
 @pytest.fixture
 def undisturbed(run, books, tmp_path, small_batches):
     """The files of a set prepared from `books` in small units, without a stop.

@@ -11,8 +11,10 @@ import math
 import re
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
+import pandas
 import pytest
 from fake_runs import (
     CONFIG,
@@ -104,6 +106,8 @@ def test_runs_on_other_text_are_refused(tmp_path):
     groups, notes = load(dense, damaged)
     assert groups == [] and f"so the data of {damaged} is unknown; put back" in notes[-1]
     assert len(load_groups(damaged)) == 1
+    add_checkpoint(damaged, 50, **facts)  # an intact one, which names the data
+    assert len(load_groups(dense, damaged)) == 1
     # nor are unfinished ones shown beside others
     young = make_run(tmp_path / "young", "model.router=tanh", until=0.3)
     add_checkpoint(young, **facts | {"data": "else"})
@@ -474,3 +478,10 @@ def test_the_papers_losses(tmp_path):
     values = {"model.n_expert": 64, "data.name": "books3"}
     assert build_paper_table("sparsity", values).lines[1] == ["kern", "3.3080"]
     assert build_paper_table("sparsity", {"data.name": "books3"}).rows == []
+
+
+@pytest.mark.parametrize("n, rows", [(4, [10, 40, 70, 100]), (3, [20, 60, 100]), (10, None)])
+def test_the_last_step_is_among_the_rows_that_are_shown(n, rows):
+    losses = pandas.DataFrame(index=range(0, 101, 10))
+    group = SimpleNamespace(losses=losses, key="")
+    assert tables.list_rows(group, n) == (rows or list(range(10, 101, 10)))

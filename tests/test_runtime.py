@@ -42,6 +42,22 @@ def gpus(monkeypatch):
     return gpus
 
 
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+    ],
+)
+def test_peak_of_a_device_is_found_by_a_whole_name(gpus, name, peak):
+    """Data sheets: dense float16 products; 1000e12 would be an A100's for an A1000's."""
+    gpus(1, name)
+    assert distributed.peak_flops(torch.device("cuda"), torch.float16) == peak
+
+
 def test_pick_device(gpus, monkeypatch):
     """And products on CUDA sum in float32, parts of a product, too; a CPU's settings are left
     alone.

@@ -164,7 +164,7 @@ def test_the_quickstart_reports_the_folders_of_its_sweep(tmp_path):
     done = subprocess.run(
         in_terminal, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True
     )
-    page, activate = done.stdout.splitlines()[-2:]
+    page, _, activate = done.stdout.splitlines()[-3:]
     assert "runs/report-quickstart/report.html" in page
     assert activate.endswith(": source .venv/bin/activate")
     notes = (tmp_path / "notes").read_text()

@@ -27,7 +27,7 @@ from runtime.optimizers import (
     build_optimizer,
 )
 from runtime.runs import Run
-from runtime.updates import BAD_LOSS, Updates
+from runtime.updates import BAD_LOSS, Updates, WeightAverage
 
 # ---- against torch in float64
 SMALL = Model(
@@ -350,3 +350,19 @@ def test_a_bad_loss_of_finite_gradients_changes_no_weight(loss):
     assert torch.equal(flat(model), before)
     updates.numbers.copy_(torch.arange(141))  # the places that checkpoints have had from the start
     assert updates.read() == (0, 1, 2, 3, 4, 9, 10, 11, 12)
+
+
+def test_a_skipped_step_leaves_the_mean_of_weights():
+    """With decay d the mean of w_1 and w_2 is (d w_1 + w_2) (1 - d) / (1 - d²)."""
+    p = torch.nn.Parameter(torch.tensor([0.0], dtype=torch.float64))
+    average = WeightAverage(torch.nn.ParameterList([p]), 0.25)
+    for weight, taken, n_taken in (
+        (5.0, False, 0),
+        (1.0, True, 1),
+        (3.0, True, 2),
+        (7.0, False, 2),
+    ):
+        p.data.fill_(weight)
+        average.update(torch.tensor(taken), torch.tensor(float(n_taken), dtype=torch.float64))
+    (mean,) = average.tensors.values()
+    assert mean.item() == pytest.approx((0.25 * 1 + 3) * 0.75 / (1 - 0.25**2), rel=1e-6)

@@ -41,7 +41,7 @@ def make_run(tmp_path):
 
     def make(name="one", lines=(), *overrides):
         folder = tmp_path / "runs" / name
-        shape = "train.max_steps=100 train.batch_size=4 train.micro_batch_size=4"
+        shape = "train.max_steps=100 train.batch_size=4 train.micro_batch_size=2"
         shape += " model.block_size=10 optim.warmup_steps=1"
         fake_runs.make_run(folder, *shape.split(), *overrides, until=0)
         text = ""
