@@ -2,7 +2,9 @@
 
     g = c · γ · post( φ( pre(W x + b) ) ) · 1[ m ∈ TopK(scores + β) ]
 
-With groups of experts, TopK is within a token's best groups (`leave_best_groups`).
+Scores are φ(pre(W x + b)), after a post norm over all; with a pre norm over the chosen experts they
+are the logits. TopK comes before c and γ. With groups of experts, TopK is within a token's best
+groups (`leave_best_groups`).
 
 KERN ("Understanding the Mixture-of-Experts with Nadaraya-Watson Kernel", arXiv 2509.25913, Sec.
 3.4) is φ = relu after an l2 norm over all logits, times a learnable γ. To add a router, add one

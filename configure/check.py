@@ -259,10 +259,7 @@ def _check_router_groups(model: Model, train: Train) -> Iterator[str]:
 
 
 def _check_balance(model: Model, train: Train) -> Iterator[str]:
-    """Check what balances loads.
-
-    `runtime.preflight` checks that quantile balancing suits the router's formula.
-    """
+    """Check what balances loads."""
     if model.router == "dense":
         return
     quantile = train.bias_update == "quantile"

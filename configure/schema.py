@@ -737,8 +737,8 @@ def replace(config: Config, section: str, **values: Any) -> Config:
 
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
-# Dotted key -> its JSON schema: type, bounds, choices, default, description, and its attributes, of
-# which attributes.py says what each means.
+# Dotted key -> its JSON schema: type, bounds, choices, default, description, and the attributes
+# that `key` explains.
 KEYS: dict[str, dict[str, Any]] = {
     f"{section}.{name}": schema
     for section, model in SECTIONS.items()

@@ -436,4 +436,5 @@ class Mixtral(OpenMoE):
 
 
 OPEN_MOES = {"olmoe": Olmoe(), "qwen3_moe": Qwen3Moe(), "mixtral": Mixtral()}  # by model_type
-FORMATS = {"gpt2": GPT2(), **OPEN_MOES, "nanokern": NanoKern()}  # "auto" uses the first that fits
+# choose_form takes the first that computes a model
+FORMATS = {"gpt2": GPT2(), **OPEN_MOES, "nanokern": NanoKern()}

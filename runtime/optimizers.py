@@ -94,7 +94,8 @@ class HalfCopies:
         """Allocate copies in `dtype` of the weights of `layers`, which `backend` multiplies."""
         self.layers = layers
         self.copies: dict[Tensor, Tensor] = {}
-        # Of each weight when a kernel wrote its copy. torch's fused AdamW does not count versions.
+        # Of each weight when a kernel wrote its copy: an operator in place that raises it makes the
+        # copy stale. torch's fused AdamW does not count versions.
         self.versions: dict[Tensor, int] = {}
         for experts in layers:
             for weight in (experts.w_in, experts.w_out):

@@ -89,7 +89,7 @@ def plan_run(
         DataError: a data set is missing, damaged, too small, or does not fit model.vocab_size or
             its mixture.
     """
-    check_settings(config)
+    check_router(config)
     run = RunFolder(path_of(config))
     config = run.keep_recorded(config)
     changes = run.find_changes(config)
@@ -147,11 +147,8 @@ def check_plan(plan: Plan) -> None:
         )
 
 
-def check_settings(config: Config) -> None:
-    """Raise RunError for a package that is not installed, or an unknown router.
-
-    Prints a warning if the router cannot learn.
-    """
+def check_router(config: Config) -> None:
+    """Raise RunError for an unknown router; warn of one that cannot learn."""
     try:
         spec = find_spec(config.model.router)
     except ValueError as error:
