@@ -63,7 +63,8 @@ def softmax_kernel(
             part = tl.load(z + first + col, mask=first + col < V, other=-float("inf")).to(
                 tl.float32
             )
-            grad = tl.exp(part - top) * share - tl.where(first + col == target, SCALE, 0.0)
+            onehot = tl.where(first + col == target, SCALE, 0.0)
+            grad = tl.exp(part - top) * share - onehot
             tl.store(z + first + col, grad.to(logits.dtype.element_ty), mask=first + col < V)
 
 
