@@ -524,3 +524,32 @@ def monte_carlo_scale(n_expert: int, top_k: int, samples: int = 200_000, seed: i
         total += (1 / norms).sum().item()
         count += len(norms)
     return total / count
+
+
+class NormRouter(nn.Module):
+    """The paper's module as listed: logits (..., E) in, scores (..., E) in fp32 out, before top-k.
+
+    A drop-in for `logits.softmax(-1)` in other codebases. `initial_method` is "one" or
+    "monte_carlo".
+
+    Source: App. "Implementation Details".
+    """
+
+    scale_initial: Tensor
+
+    def __init__(
+        self, initial_method: str = "one", total_expert: int = 64, top_k: int = 8, eps: float = EPS
+    ) -> None:
+        super().__init__()
+        if initial_method not in ("one", "monte_carlo"):
+            raise ValueError(f"initial_method {initial_method!r} is not 'one' or 'monte_carlo'")
+        c = monte_carlo_scale(total_expert, top_k) if initial_method == "monte_carlo" else 1.0
+        self.register_buffer("scale_initial", torch.tensor([c], dtype=torch.float32))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.eps = eps
+
+    def forward(self, logits: Tensor) -> Tensor:
+        with torch.autocast(logits.device.type, enabled=False):
+            s = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            s = s / (torch.linalg.vector_norm(s, dim=-1, keepdim=True) + self.eps)
+            return self.scale * self.scale_initial * s.relu()

@@ -404,3 +404,23 @@ def test_a_formula_is_the_router_that_it_names():
     for formula, message in wrong.items():
         with pytest.raises(ValueError, match=message):
             find_spec(formula)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("method, size", [("one", 1.0), ("one", 1e-8), ("monte_carlo", 1.0)])
+def test_norm_router_equals_the_papers_listing(method, size):
+    router = router_module.NormRouter(method, total_expert=E, top_k=K)
+    torch.nn.init.constant_(router.scale, 1.3)
+    logits = (size * torch.randn(2, 5, E)).requires_grad_()
+    downstream, initial = (
+        torch.rand(2, 5, E),
+        1.0 if method == "one" else router_module.monte_carlo_scale(E, K),
+    )
+    theirs = (
+        router.scale * initial * torch.relu(logits / (logits.norm(2, dim=-1, keepdim=True) + 1e-8))
+    )
+    mine = router(logits)
+    assert_same(mine, theirs)
+    assert_same_gradients(
+        (mine * downstream).sum(), (theirs * downstream).sum(), [logits, router.scale]
+    )
