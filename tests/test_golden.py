@@ -61,3 +61,22 @@ def test_the_command_fails_if_any_router_differs(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert re.search(rf"^{first} +1\.0e-02  differs first: train 7$", lines[0])
     assert len(lines) == len(others) + 1 and all("within 2e-06" in line for line in lines[1:])
+
+
+def test_an_update_leaves_the_rows_that_are_within_the_tolerance(monkeypatch, tmp_path):
+    """Another machine rounds differently: a new router's commit changes no other row."""
+    text = golden.FILE.read_text()
+    file = tmp_path / "golden.json"
+    old = json.loads(text)
+    new = list(ROUTERS)[-1]
+    of_new = old["losses"].pop(new)
+    file.write_text(json.dumps(old))
+    monkeypatch.setattr(golden, "FILE", file)
+    monkeypatch.setattr(golden, "write_corpus", lambda folder: None)
+    rounded = {
+        router: {name: loss * (1 + 1e-7 * (router != new)) for name, loss in row.items()}
+        for router, row in LOSSES.items()
+    }
+    monkeypatch.setattr(golden, "train_router", lambda router, folder: rounded[router])
+    assert golden.main(["--update"]) == 0
+    assert file.read_text() == text and of_new == LOSSES[new]
