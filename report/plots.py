@@ -144,11 +144,14 @@ def draw_differences(
 
 
 def collect_curves(group: Group, name: str) -> Curves:
-    """The mean and range over seeds of a measure; over steps where all its seeds have a value."""
+    """The mean and range over seeds of a measure, without seeds that never measured it.
+
+    Over steps it is where all others have a value.
+    """
     curves = {}
     values = group.series(name)
     for variant in group.runs:
-        of_seeds = pd.DataFrame(values[variant])
+        of_seeds = pd.DataFrame(values[variant]).dropna(axis="columns", how="all")
         curves[variant] = summarize_range(of_seeds if group.key else of_seeds.dropna())
     return curves
 
@@ -249,8 +252,9 @@ def plot_curves(
     if has_zero:
         axes.axhline(0, color="black", linewidth=0.8)
         points.loc[0] = 0
-    low, high = points["low"].min(), points["high"].max()
-    margin = 0.08 * (high - low) or 0.1
-    axes.set_ylim(low - margin, high + margin)
+    if len(points):  # seeds may have measured at other steps each
+        low, high = points["low"].min(), points["high"].max()
+        margin = 0.08 * (high - low) or 0.1
+        axes.set_ylim(low - margin, high + margin)
     axes.set_xlabel(group.key or "step")
     axes.set_title(title, loc="left", fontsize=10)

@@ -76,6 +76,24 @@ def test_curves_end_where_a_seed_has_no_value(tmp_path):
     assert list(curve.index) == list(range(100, 501, 100))
 
 
+@pytest.mark.parametrize("of_second", [[], [100, 200]])
+def test_what_one_seed_measured_alone_or_at_other_steps_is_drawn(tmp_path, of_second):
+    """The seeds of one router: the second has no score (its eval.tasks is empty), or others."""
+    runs = make_seeds(tmp_path, {"kern": 2}, 2)
+    for run, measured in zip(runs, ([300, 400, 500], of_second), strict=True):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            if line["step"] in measured and "val/loss" in line:
+                line["tasks/lambada/acc"] = line["step"] / 1000
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (group,) = load_groups(*runs)
+    _, measures, *_ = plots.draw_group(group, "kern")
+    titles = [axes.get_title("left") for axes in measures.figure.axes]
+    axes = measures.figure.axes[titles.index("tasks/lambada/acc")]
+    points = axes.get_lines()[0].get_xydata().tolist()
+    assert points == ([] if of_second else [[300, 0.3], [400, 0.4], [500, 0.5]])
+
+
 def test_curves_over_a_key_show_all_points(tmp_path):
     (group,) = load_groups(*make_curves(tmp_path), key="model.gate_norm")
     losses, minus = draw_losses(group).axes
