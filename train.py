@@ -243,6 +243,7 @@ def train(
     for note in notes:
         distributed.print_once(note)
     with ExitStack() as stack:  # closes everything, the last first, on every path
+        stop.check_launcher()
         session = open_session(plan, stop, stack)
         is_stopped = run_steps(plan, session, stop)
     if is_stopped:

@@ -19,7 +19,7 @@ class RankError(RunError):
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and did so at a checkpoint."""
+    """The run was asked to stop, and did so at a checkpoint, or before its first step."""
 
 
 def check_is_run(folder: Path) -> None:

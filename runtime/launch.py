@@ -71,6 +71,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
+        self.launcher: int | None = None  # the process of torchrun
 
     def listen(self) -> Self:
         """Make signals set `asked` instead of ending the process.
@@ -82,8 +83,17 @@ class Stop:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(signal.SIGHUP, self._note)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may be killed
-            end_with_parent(os.getppid())
+            self.launcher = os.getppid()
+            end_with_parent(self.launcher)
         return self
+
+    def check_launcher(self) -> None:
+        """Raise Stopped if torchrun has died: its ranks would wait for it to let them meet."""
+        if self.launcher and os.getppid() != self.launcher:
+            raise Stopped(
+                "torchrun was killed before its ranks met, so no step was trained. The same "
+                "command starts the run again"
+            )
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True

@@ -107,6 +107,36 @@ def test_signal_while_torch_is_imported_ends_the_run_as_one_after(tiny_file):
     assert "asked to stop, saved at step 0" in output
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_a_rank_ends_where_torchrun_is_killed_while_torch_is_imported(tiny, tiny_file):
+    """It would look for torchrun's store for train.timeout_minutes, 10."""
+    start = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:]); "
+    start += "print(p.pid, flush=True); time.sleep(600)"
+    rank = [sys.executable, "train.py", str(tiny_file), "--train.micro_batch_size=4"]
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "TORCHELASTIC_RUN_ID": "1"}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", start, *rank],
+        cwd=runs.REPO_ROOT,
+        env=os.environ | job | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    pid = int(launcher.stdout.readline())
+    maps = Path(f"/proc/{pid}/maps")
+    # the command line is checked, once signals are listened to, before torch is imported
+    runs.wait_until(lambda: "pydantic_core" in maps.read_text())
+    launcher.kill()
+    try:
+        output, _ = launcher.communicate(timeout=300)  # until the rank ends, too
+    finally:
+        if Path(f"/proc/{pid}").exists():
+            os.kill(pid, signal.SIGKILL)
+    assert "torchrun was killed before its ranks met" in output, output
+    assert not folder.path_of(tiny()).exists()
+
+
 def test_a_backend_that_cannot_run_leaves_no_folder(tiny, monkeypatch):
     monkeypatch.setattr("kernels.triton", None)
     monkeypatch.setitem(sys.modules, "kernels.triton_kernels", None)
