@@ -67,7 +67,7 @@ def build_loss_table(group: Group) -> Table:
     texts = cells.to_dict("index")
     rows = []
     for variant in group.runs:
-        rows.append({name: variant, "seeds": list_seeds(group, variant), **texts[variant]})
+        rows.append({name: variant, "seed": list_seeds(group, variant), **texts[variant]})
     return Table("Losses", rows, [name, *reversed(cells.columns)])
 
 
@@ -93,7 +93,7 @@ def list_verdicts(group: Group, families: Mapping[str, Sequence[Comparison]]) ->
                     cells_of_pair |= describe_pair(pair, name)
         row = {"setting": group.label, "variant": variant}
         place = lowest[variant]
-        end = {f"loss, {SPREAD}": cells[variant][place], "seeds": list_seeds(group, variant)}
+        end = {f"loss, {SPREAD}": cells[variant][place], "seed": list_seeds(group, variant)}
         if group.key:
             end[f"best {group.key}"] = format_tick(group.key, place)
         rows += [row | cells_of_pair | end for cells_of_pair in comparisons.values() or [{}]]

@@ -15,15 +15,32 @@ python="${PYTHON:-python3}"
     exit 2
 }
 source .venv/bin/activate
+
+# On a terminal one line shows how much is on disk, until it is killed or this script ends.
+show_progress() {
+    while [ -t 1 ] && sleep 1 && kill -0 $$ 2> /dev/null; do
+        printf '\r%s on disk ' "$(du -sh .venv | cut -f1)"
+    done
+}
+
+install() {
+    local status=0
+    echo "installing $1 into .venv ..."
+    show_progress &
+    { command -v uv > /dev/null && uv pip install -q -r "$1"; } ||
+        pip install -q --disable-pip-version-check -r "$1" || status=$?
+    kill $! 2> /dev/null || true
+    if [ -t 1 ]; then echo; fi
+    return "$status"
+}
+
 for file in "${@:-requirements.txt}"; do
     name="${file//\//-}"  # requirements/dev.txt: requirements-dev.txt
     stamp=".venv/$(cat requirements.txt requirements/*.txt | cksum | cut -d' ' -f1)-$name"
     if [ -e "$stamp" ]; then
         echo "already installed: $file"
     else
-        echo "installing $file into .venv ..."
-        { command -v uv > /dev/null && uv pip install -r "$file"; } ||
-            pip install --disable-pip-version-check -r "$file"
+        install "$file"
         rm -f .venv/*-"$name"
         touch "$stamp"
     fi

@@ -37,7 +37,18 @@ OTHER_FILES = {"train_llama_small_adam_80g8.py", "gpu_model/host.py", "array.sba
 OTHER_FILES |= {"settings.toml", "config.toml"}
 LEFT_OUT = ("…", "CORPUS")  # words of commands
 NO_KEYS = {"model.generate"}  # a method of transformers
-OTHER_PROGRAMS = {"pip", "source", "hf", "wandb", "sbatch", "vllm", "lm_eval", "lm-eval", "trl"}
+OTHER_PROGRAMS = {
+    "pip",
+    "curl",
+    "source",
+    "hf",
+    "wandb",
+    "sbatch",
+    "vllm",
+    "lm_eval",
+    "lm-eval",
+    "trl",
+}
 PLACEHOLDER = re.compile(r"\b(FILES?|FOLDER|NAME|SET|OUT|OTHER)\b|section\.key|…|\.\.\.")
 
 

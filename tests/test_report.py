@@ -339,7 +339,7 @@ def test_every_cell_of_a_report_over_a_key(tmp_path):
         losses[router, x] = np.array(ends)
     (group,) = load_groups(*runs.values(), key="model.gate_norm")
     table = tables.build_loss_table(group)
-    assert table.columns == ["model.gate_norm, ± SD over seeds", "seeds", "0.5", "1", "4"]
+    assert table.columns == ["model.gate_norm, ± SD over seeds", "seed", "0.5", "1", "4"]
     for router, line in zip(ROUTERS, table.lines, strict=True):
         assert line == [router, "0, 1, 2", *(format_mean(losses[router, x]) for x in XS)]
     wanted = {}
@@ -366,7 +366,7 @@ def test_every_cell_of_a_report_over_a_key(tmp_path):
     for row in rows:
         router = row["variant"]
         place = min(XS, key=lambda x, router=router: losses[router, x].mean())
-        assert row["best model.gate_norm"] == f"{place:g}" and row["seeds"] == "0, 1, 2"
+        assert row["best model.gate_norm"] == f"{place:g}" and row["seed"] == "0, 1, 2"
         assert row["loss, ± SD over seeds"] == format_mean(losses[router, place])
         if router == "kern":
             assert "minus" not in row
