@@ -5,6 +5,8 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
@@ -71,6 +73,23 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "a pipe, socket or device, not a file", str(path))
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError within this context names `path`; one of reading or writing has no path."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def read_content(path: Path) -> bytes:
+    """All bytes of a file. Raises OSError, with its path."""
+    check_regular(path)
+    with naming(path):
+        return path.read_bytes()
+
+
 class DamagedFile(ValueError):
     """A file holds something else than it should; the message names its path and the key."""
 
@@ -88,8 +107,7 @@ def read_json(path: str | Path, model: type[Content]) -> Content:
         OSError: the file cannot be read, which does not mean that it is damaged.
     """
     path = Path(path)
-    check_regular(path)
-    content = path.read_bytes()
+    content = read_content(path)
     try:
         json.loads(content, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
         return TypeAdapter(model).validate_json(content)

@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
-from common.files import DamagedFile, read_json, short_path
+from common.files import DamagedFile, naming, read_json, short_path
 from data import BARE_TOKENS, DataError
 
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
@@ -266,7 +266,8 @@ def scan_shards(
         ends = 0
         position = 0
         bad_id = ""
-        with (folder / shard.name).open("rb") as file:
+        path = folder / shard.name
+        with naming(path), path.open("rb") as file:
             while data := file.read(CHUNK_BYTES):
                 digest.update(data)
                 ids = np.frombuffer(data, "<u2")

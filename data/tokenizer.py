@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from common.files import check_regular
+from common.files import check_regular, read_content
 from common.text import first_line
 from data import DataError
 from data.bins import name_remedy, read_meta
@@ -307,19 +307,22 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     meta = read_meta(folder)
     info = meta.tokenizer
     tokenizer_file = folder / TOKENIZER_FILE
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None = None
+    content = b""
     if tokenizer_file.is_file():
-        tokenizer = FileTokenizer(info["name"], tokenizer_file.read_bytes(), info["eot"])
+        content = read_content(tokenizer_file)
+        found = hashlib.sha256(content).hexdigest()  # before it is parsed: it may be damaged
     else:
         ranks_file = folder / RANKS_FILE
         tokenizer = load_tokenizer(info["name"], ranks_file if ranks_file.is_file() else None)
-    if tokenizer.hash != info["hash"]:
+        found = tokenizer.hash
+    if found != info["hash"]:
         raise DataError(
             f"{tokenizer_file}: not of the tokenizer that made the set: expected sha256 "
-            f"{info['hash']}, found {tokenizer.hash}. Put the set's own back, or remove it if the "
+            f"{info['hash']}, found {found}. Put the set's own back, or remove it if the "
             f"set has none. {name_remedy(meta, folder)}"
         )
-    return tokenizer
+    return tokenizer or FileTokenizer(info["name"], content, info["eot"])
 
 
 def identity(tokenizer: Tokenizer | type[ByteTokenizer | GPT2Tokenizer]) -> dict:

@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from common.files import check_regular, write_atomic
+from common.files import read_content, write_atomic
 from runtime import RunError
 
 RUN_ID = "run_id"  # the file in a run's folder, and the key in what the run writes
@@ -54,9 +54,8 @@ def read_id(folder: Path) -> str:
     Raises RunError if the file holds something else.
     """
     file = folder / RUN_ID
-    check_regular(file)
     try:
-        text = file.read_text(errors="replace").strip()
+        text = read_content(file).decode(errors="replace").strip()
     except FileNotFoundError:
         return ""
     if not re.fullmatch(ID_FORM, text):

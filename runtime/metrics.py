@@ -24,7 +24,7 @@ import numpy as np
 from pydantic_core import from_json  # in half of json's time
 from tqdm import tqdm
 
-from common.files import write_atomic
+from common.files import naming, write_atomic
 from common.text import first_line
 from runtime import RunError, describe_read_error, describe_write_errors
 from runtime.identity import ID_FORM, RUN_ID, ForeignError, Identity, check_origin
@@ -198,7 +198,7 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[Line]:
     """
     path = Path(path)
     lines = []
-    with open_lines(path) as file:
+    with naming(path), open_lines(path) as file:
         for number, text in enumerate(file, 1):
             line = _parse_line(text)
             if line is not None:
@@ -256,7 +256,7 @@ class History:
 
         Raises RunError as `read_metrics` does.
         """
-        with open_lines(path) as file:
+        with naming(path), open_lines(path) as file:
             state = path.stat() if path.exists() else os.stat_result([0] * 10)
             stamp = (state.st_ino, state.st_mtime_ns, state.st_size)
             if stamp == self.stamp:

@@ -4,6 +4,7 @@ What is protected by a checksum is never read as if it were intact.
 """
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from runs import content, steps
 import configure
 import train
 from data import verify
+from data.bins import list_shards, read_meta, scan_shards
 from eval import val_loss
 from hf.export import export
 from report import __main__ as report
 from runtime.identity import read_id
 from scripts import sample, watch
+from track.contest import read_lines
 
 SIZE = 40  # bytes of a flipped file that are left alone at its start, at least
 
@@ -115,6 +118,38 @@ def test_damage_is_a_line_and_an_exit_code(folder, capsys, file, command, damage
     if code == 2:
         assert printed.err.startswith("error: "), printed.err
         assert any(part in text for part in (file, str(path.parent))), text
+
+
+UNREADABLE = {  # {file: a command that reads it}
+    "data/tiny/meta.json": "verify",
+    "runs/tiny/config.toml": "val_loss",
+    "runs/tiny/run_id": "val_loss",
+    "runs/tiny/metrics.jsonl": "train",
+    "runs/tiny/checkpoints/step_00000002/manifest.json": "val_loss",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/mem cannot be read at its start")
+@pytest.mark.parametrize(("file", "command"), UNREADABLE.items())
+def test_an_error_of_the_disk_names_the_file(folder, capsys, file, command):
+    (folder / file).unlink()
+    (folder / file).symlink_to("/proc/self/mem")
+    assert run_command(command, folder) == 2
+    error = capsys.readouterr().err
+    assert str(folder / file) in error and "Input/output error" in error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/mem cannot be read at its start")
+def test_an_error_of_the_disk_names_the_shard_and_the_record(folder):
+    meta = read_meta(folder / "data/tiny")
+    shard = folder / "data/tiny/val-00000.bin"
+    shard.unlink()
+    for file in (shard, folder / "main.jsonl"):
+        file.symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match=f"Input/output error: '{shard}'"):
+        list(scan_shards(shard.parent, list_shards(meta), meta.tokenizer))
+    with pytest.raises(OSError, match=f"Input/output error: '{folder / 'main.jsonl'}'"):
+        read_lines(folder / "main.jsonl")
 
 
 STEP = "runs/tiny/checkpoints/step_00000002"

@@ -207,6 +207,19 @@ def test_a_set_is_of_one_tokenizer(run, folders, tmp_path, small_batches, stop_a
     assert "already there" in run(*args)
 
 
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
+def test_a_damaged_tokenizer_of_a_set_is_named(run, folders, tmp_path, damage):
+    source = write_tree(tmp_path / "in", {"a.jsonl": jsonl(MIXED[:60])})
+    run("text", "--source", source, "--tokenizer", folders["byte level"], "--val-fraction", 0.3)
+    file = tmp_path / "out/text/tokenizer.json"
+    content = bytearray(file.read_bytes())
+    content[0] ^= damage == "flipped"
+    file.write_bytes(content[: {"cut": len(content) // 2, "empty": 0}.get(damage)])
+    with pytest.raises(DataError, match="not of the tokenizer that made the set") as raised:
+        open_tokenizer(file.parent)
+    assert str(raised.value).startswith(f"{file}: ") and "Prepare it again: " in str(raised.value)
+
+
 CONFIG, SETTINGS = "config.json", "tokenizer_config.json"
 ENDS = [  # eos_token_id, eos_token; the end of a document, or what is said
     ([2, 1], END, 2),

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 import configure
-from common.files import check_regular, describe_invalid
+from common.files import check_regular, describe_invalid, read_content
 from configure.schema import Section
 
 FILE = "config/track/edition-3.toml"
@@ -185,9 +185,8 @@ def read_lines(file: Path) -> list[Line]:
     """
     if not file.exists():
         return []
-    check_regular(file)
     lines: list[Line] = []
-    for number, text in enumerate(file.read_text(errors="replace").splitlines(), 1):
+    for number, text in enumerate(read_content(file).decode(errors="replace").splitlines(), 1):
         where = f"{file}, line {number}"
         try:
             fields = json.loads(text)
