@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from common.progress import progress_bar
 from common.text import format_bytes, plural
 from data import DataError
 from data.bins import (
+    CLOSED,
     DATA_DIR,
     HASHED_BYTES,
     SHARD_TOKENS,
@@ -46,6 +47,7 @@ from data.bins import (
     describe_set,
     partial_folder,
     read_meta,
+    sha256_of,
 )
 from data.encode import Encoded, Encoder, choose_split, read_texts, split_position
 from data.readers import Input
@@ -292,11 +294,17 @@ def hash_inputs(inputs: Sequence[Input]) -> dict[str, str]:
 class Progress:
     """The content of progress.json."""
 
+    __pydantic_config__ = CLOSED
     made_from: dict[str, Any]  # only the same arguments and inputs resume the set
     position: Position = (0, 0)  # in the inputs
     splits: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `Writer.save`
     counts: dict[str, int] = field(default_factory=dict)  # see `Encoded`
     example: str = ""  # the first text that does not come back
+    sha256: str = ""  # of all else in the file; older versions wrote none
+
+    def compute_sha256(self) -> str:
+        """What `sha256` must be."""
+        return sha256_of(asdict(replace(self, sha256="")))
 
 
 def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
@@ -310,6 +318,8 @@ def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
             progress = read_json(path, Progress)
         except DamagedFile as error:
             raise DataError(f"{error}: start over with --force") from None
+        if progress.sha256 and progress.sha256 != progress.compute_sha256():
+            raise DataError(f"{path}: damaged, its sha256 is another: start over with --force")
         refuse_changes(progress.made_from, made_from, f"{partial} holds an unfinished set made")
         return progress
     path.unlink(missing_ok=True)
@@ -364,6 +374,7 @@ def tokenize(
                     check_loss(encoder.tokenizer, progress.counts, progress.example)
                 progress.position = batch.position
                 progress.splits = writer.save()
+                progress.sha256 = progress.compute_sha256()
                 content = json.dumps(asdict(progress))
                 write_atomic(writer.partial / PROGRESS_FILE, content, durable=True)
                 saved_bytes = batch.read_bytes

@@ -545,6 +545,19 @@ def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at, monkeypa
     assert snapshot(tmp_path / "out") == undisturbed
 
 
+def test_any_digit_of_the_record_of_progress_counts(run, books, tmp_path, small_batches, stop_at):
+    """Another one would leave out documents, or write them twice."""
+    stop_at(13, *books)
+    record = tmp_path / "out/text.partial/progress.json"
+    text = record.read_text()
+    digits = [match.start() for match in re.finditer(r"\d", text)]
+    for i in [*digits[::9], *(i for i in digits if i > text.index("position"))]:
+        record.write_text(f"{text[:i]}{1 if text[i] != '1' else 2}{text[i + 1 :]}")
+        assert "--force" in run(*books, code=2)
+    record.write_text(text)
+    assert "resuming after" in run(*books)
+
+
 @pytest.mark.parametrize("damage", [None, "{", '{"made_from": 1}'])
 def test_a_set_that_does_not_resume_is_started_over(
     run, books, tmp_path, undisturbed, stop_at, damage
