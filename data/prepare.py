@@ -298,6 +298,7 @@ class Progress:
     made_from: dict[str, Any]  # only the same arguments and inputs resume the set
     position: Position = (0, 0)  # in the inputs
     splits: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `Writer.save`
+    written: dict[str, str] = field(default_factory=dict)  # `Writer.sha256`
     counts: dict[str, int] = field(default_factory=dict)  # see `Encoded`
     example: str = ""  # the first text that does not come back
     sha256: str = ""  # of all else in the file; older versions wrote none
@@ -350,7 +351,7 @@ def tokenize(
     """Write the documents of `inputs`, from where an earlier process stopped; returns the end."""
     made_from = provenance | {"tokenizer_files": identity(encoder.tokenizer)}
     progress = resume_progress(writer.partial, made_from, args.force)
-    writer.resume(progress.splits)
+    writer.resume(progress.splits, progress.written)
     total_bytes = sum(file.size for file in inputs)
     workers = min(args.workers, 1 + total_bytes // WORKER_BYTES)
     size = f"{plural(len(inputs), 'file')}, {format_bytes(total_bytes)}"
@@ -373,7 +374,7 @@ def tokenize(
                 if not args.allow_loss:
                     check_loss(encoder.tokenizer, progress.counts, progress.example)
                 progress.position = batch.position
-                progress.splits = writer.save()
+                progress.splits, progress.written = writer.save(), writer.sha256
                 progress.sha256 = progress.compute_sha256()
                 content = json.dumps(asdict(progress))
                 write_atomic(writer.partial / PROGRESS_FILE, content, durable=True)

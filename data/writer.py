@@ -16,7 +16,7 @@ import numpy as np
 
 from common.files import sync_folder, write_atomic
 from data import DataError
-from data.bins import SHARD_TOKENS, Meta, Shard, Split, list_shards, partial_folder
+from data.bins import CHUNK_BYTES, SHARD_TOKENS, Meta, Shard, Split, list_shards, partial_folder
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 
 PROGRESS_FILE = "progress.json"  # its folder is data/<name>.partial/, next to the shards
@@ -65,6 +65,7 @@ class Writer(AbstractContextManager["Writer"]):
         self._finished = False
         self.tokens = {"train": 0, "val": 0}  # written so far
         self.documents = {"train": 0, "val": 0}
+        self._digests = {split: hashlib.sha256() for split in self.tokens}  # of all their shards
         self._shard_tokens = shard_tokens
         self._files: dict[str, IO[bytes]] = {}  # the last shard of each split
 
@@ -86,7 +87,9 @@ class Writer(AbstractContextManager["Writer"]):
                 path = self.partial / f"{split}-{number:05d}.bin"
                 self._files[split] = path.open("ab" if start else "wb")
             part = ids[: self._shard_tokens - start]
-            self._files[split].write(part.astype("<u2", copy=False).tobytes())
+            data = part.astype("<u2", copy=False).tobytes()
+            self._digests[split].update(data)
+            self._files[split].write(data)
             self.tokens[split] += len(part)
             ids = ids[len(part) :]
 
@@ -101,10 +104,15 @@ class Writer(AbstractContextManager["Writer"]):
             self._sync(split)
         return {split: (self.tokens[split], self.documents[split]) for split in self.tokens}
 
-    def resume(self, saved: dict[str, tuple[int, int]]) -> None:
+    @property
+    def sha256(self) -> dict[str, str]:
+        """Of all bytes written so far, by split."""
+        return {split: digest.hexdigest() for split, digest in self._digests.items()}
+
+    def resume(self, saved: dict[str, tuple[int, int]], sha256: dict[str, str]) -> None:
         """Continue from what `save` returned; whatever was written later is cut off.
 
-        Raises DataError if a shard is missing or too short.
+        Raises DataError if a shard is missing or too short, or their bytes are not of `sha256`.
         """
         for split in self.tokens:
             self.tokens[split], self.documents[split] = saved.get(split, (0, 0))
@@ -115,6 +123,15 @@ class Writer(AbstractContextManager["Writer"]):
                         "--force"
                     )
                 os.truncate(path, 2 * size)
+                with path.open("rb") as file:
+                    while data := file.read(CHUNK_BYTES):
+                        self._digests[split].update(data)
+            found = self.sha256[split]
+            if sha256.get(split, found) != found:
+                raise DataError(
+                    f"{self.partial}: a file of {split} is damaged: expected sha256 "
+                    f"{sha256[split]} of all, found {found}: start over with --force"
+                )
 
     def _sizes(self, split: str) -> dict[Path, int]:
         """The tokens of each shard by its path."""

@@ -29,7 +29,7 @@ from corpora import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runs import Forked, wait_until
+from runs import Forked, flip, wait_until
 
 from common.files import write_atomic
 from data import DataError, encode, prepare, readers, verify, workers
@@ -527,6 +527,11 @@ def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at, monkeypa
         os.truncate(partial / name, os.stat(partial / name).st_size - 1)
         assert says in run(*books, code=2)
         (partial / name).unlink()
+        assert says in run(*books, code=2)
+        shutil.copy(backup / name, partial)
+    for name in ("train-00000.bin", last.name, "val-00000.bin"):
+        flip(partial / name, 9)
+        says = f"{partial}: a file of {name.partition('-')[0]} is damaged: expected sha256"
         assert says in run(*books, code=2)
         shutil.copy(backup / name, partial)
     last.write_bytes(last.read_bytes() + b"more")
