@@ -13,6 +13,7 @@ if not __package__:
 
 import argparse
 import sys
+from math import gcd
 
 import configure
 from common.command import build_parser, command, run_command
@@ -162,7 +163,11 @@ def load_planned(args: argparse.Namespace, overrides: list[str]) -> Config:
     if not is_dialled(args):
         if args.write or not args.config:
             raise ConfigError("name a config file, --budget or --hours")
-        return configure.load(args.config, overrides, world_size=args.gpus)
+        config = configure.load(args.config, overrides, world_size=args.gpus or 1)
+        if args.gpus is None:
+            args.gpus = gcd(8, config.train.batch_size // config.train.micro_batch_size)
+        return config
+    args.gpus = args.gpus or 8
     given = [text for text in (args.config, *overrides) if text]
     if given:
         raise ConfigError(
@@ -180,7 +185,9 @@ def main(argv: list[str]) -> None:
     parser = build_parser("scripts.plan", __doc__)
     parser.add_argument("config", nargs="?", help="file; --section.key=value overrides it")
     add_dial(parser)
-    parser.add_argument("--gpus", type=int, default=8, help="in all (default: %(default)s)")
+    parser.add_argument(
+        "--gpus", type=int, help="in all (default: 8, fewer where a batch has no work for 8)"
+    )
     parser.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument(
         "--gpu", choices=GPUS, default="H100", help="for its peak FLOP/s and memory (%(default)s)"
@@ -193,7 +200,7 @@ def main(argv: list[str]) -> None:
     args.memory = GPUS[args.gpu].memory if args.memory is None else args.memory
     for name in ("gpus", "gpus_per_node", "memory"):
         value = getattr(args, name)
-        if not value > 0:
+        if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected more than 0")
     config = load_planned(args, overrides)
     print(f"{describe_run(config, args)}\n{describe_memory_plans(config, args)}")

@@ -129,6 +129,11 @@ def test_options_that_need_memory_are_planned(call):
     assert f"checkpoint       {16 * P / 2**30:.1f} GiB" in mean
 
 
+def test_plan_takes_fewer_gpus_where_a_batch_has_no_work_for_eight(call):
+    for words, gpus in [([LARGE], 8), (["config/quickstart.toml", "--model.router=kern"], 1)]:
+        assert f" h on {gpus} x H100, " in call(plan.main, *words)
+
+
 @pytest.mark.parametrize(
     "words, error",
     [
