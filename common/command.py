@@ -63,6 +63,8 @@ def describe_error(error: ValueError | OSError) -> str:
         return f"{path}: a file is where a folder is needed"
     if isinstance(error, FileNotFoundError):
         return f"{path}: no such file or folder"
+    if isinstance(error, PermissionError) and path:
+        return f"{path}: permission denied; give yourself the right, or name another place"
     return str(error)
 
 

@@ -37,7 +37,7 @@ def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> 
         rename(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)  # which a full disk does not name
+        error.filename = str(path)  # a full disk names none, a missing folder the temporary one
         raise
     if durable:
         sync_folder(path.parent)

@@ -321,7 +321,10 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         check_regular(path)
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
+        remedy = _suggest_file(path)
+        if isinstance(error, PermissionError):
+            remedy = "give yourself the right to read it"
+        raise ConfigError(f"{path}: {error.strerror}; {remedy}") from None
     try:
         text = decode_utf8(content)
     except ValueError as error:

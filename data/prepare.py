@@ -227,9 +227,12 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
             )
         if min(writer.tokens.values()) < 2:
             (partial / PROGRESS_FILE).unlink(missing_ok=True)  # the next try has other arguments
+            other = f"--val-fraction than {args.val_fraction}"
+            if args.val_source:
+                other = "--val-source: its documents are left out of training"
             raise DataError(
                 f"train has {writer.tokens['train']} and val {writer.tokens['val']} token(s), both "
-                f"need 2: give more text, or another --val-fraction than {args.val_fraction}"
+                f"need 2: give more text, or another {other}"
             )
         provenance |= {key: progress.counts.get(key, 0) for key in ("empty", "bad", "shared")}
         loss = describe_loss(progress.counts, progress.example)
@@ -333,7 +336,7 @@ def refuse_changes(recorded: dict, now: dict, made: str) -> None:
     for key in sorted(recorded | now):
         before, value = recorded.get(key), now.get(key)
         if before != value:
-            changes.append(f"{key} was {before!r:.40}, is {value!r:.40}")
+            changes.append(f"{key} was {before!r:.42}, is {value!r:.42}")
     if changes:
         raise DataError(
             f"{made} with other arguments or files ({'; '.join(changes)}): use those, start over "

@@ -237,6 +237,8 @@ def _read_folder(place: Path, data: Path) -> Source:
     if (place / "config.toml").is_file():
         return _read_run(place, data)
     if not place.is_dir():
+        if place.is_absolute():
+            raise RunError("no such folder; name an export, a run, or a download from the hub")
         command = f"hf download {place} --local-dir {place.name}"
         raise RunError(f"no such folder; from the Hugging Face hub: {command}")
     raise RunError(

@@ -82,6 +82,11 @@ def test_an_error_of_a_path_starts_with_the_path(tmp_path, capsys):
         (tmp_path.read_bytes, f"{tmp_path}: a folder, where a file is needed"),
         ((tmp_path / "x").read_bytes, f"{tmp_path}/x: no such file or folder"),
         (lambda: write_atomic(tmp_path, "x"), f"{tmp_path}: a folder, where a file is needed"),
+        (lambda: write_atomic(tmp_path / "x/y", ""), f"{tmp_path}/x/y: no such file or folder"),
+        (
+            lambda: raising(PermissionError(13, "Permission denied", "/x"))([]),
+            "/x: permission denied; give yourself the right, or name another place",
+        ),
     ]:
         assert command(call)() == 2 and capsys.readouterr().err == f"error: {said}\n"
 

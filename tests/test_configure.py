@@ -232,6 +232,12 @@ def test_a_file_that_cannot_be_read_names_those_nearby(write, tmp_path, monkeypa
     monkeypatch.chdir(REPO_ROOT)
     assert message("quickstart.toml").endswith("did you mean config/quickstart.toml?")
 
+    def forbid(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", forbid)
+    assert message(right) == f"{right}: Permission denied; give yourself the right to read it"
+
 
 def test_all_errors_are_reported_at_once_with_their_source(write):
     file = write(

@@ -439,7 +439,7 @@ def test_very_many_documents_are_not_cut(few, tmp_path):
         (
             b"x",
             "--val-source copy.txt",
-            r"(?s)1 for training that are in --val.*train has 0 and val 2",
+            r"(?s)1 for training that are in --val.*train has 0 and val 2.*r --val-source: its",
         ),
         (b"ab", "", r"train has 1 and val 1 token\(s\), both need 2"),
     ],
