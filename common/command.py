@@ -1,6 +1,7 @@
 """The frame of every command: help, one-line errors, exit codes, Ctrl-C and a closed stdout."""
 
 import argparse
+import errno
 import functools
 import os
 import sys
@@ -65,6 +66,8 @@ def describe_error(error: ValueError | OSError) -> str:
         return f"{path}: no such file or folder"
     if isinstance(error, PermissionError) and path:
         return f"{path}: permission denied; give yourself the right, or name another place"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and path:
+        return f"{path}: no space left; make room, or name another place"
     return str(error)
 
 

@@ -80,6 +80,11 @@ def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
         # failures.
         if isinstance(error, OSError) and error.filename is not None:
             raise
+        if isinstance(error, ModuleNotFoundError):
+            raise DataError(
+                f"{file.url}: {error.name} not installed, which reads it: "
+                "pip install -r requirements.txt"
+            ) from None
         reason = f"{type(error).__name__}: {first_line(error)}"
         if "://" in file.url:
             raise DataError(

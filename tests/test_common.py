@@ -87,6 +87,10 @@ def test_an_error_of_a_path_starts_with_the_path(tmp_path, capsys):
             lambda: raising(PermissionError(13, "Permission denied", "/x"))([]),
             "/x: permission denied; give yourself the right, or name another place",
         ),
+        (
+            lambda: raising(OSError(errno.ENOSPC, "No space left on device", "/x"))([]),
+            "/x: no space left; make room, or name another place",
+        ),
     ]:
         assert command(call)() == 2 and capsys.readouterr().err == f"error: {said}\n"
 

@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import re
+import sys
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -192,6 +193,14 @@ def test_bad_documents(run, tmp_path, small_batches, line):
     texts = [json.loads(row)["text"] for row in ROWS.splitlines()]
     wanted = corpora.split_of(texts[: LINE - 3] + texts, 0.3)
     assert corpora.documents_of(tmp_path / "out/text") == wanted
+
+
+def test_a_missing_package_is_no_damage(tmp_path, monkeypatch):
+    file = tmp_path / "in.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a"]}), file)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match="in.parquet: pyarrow not installed, which reads it: pip"):
+        read(file)
 
 
 def test_rows_and_columns_of_parquet(tmp_path):
