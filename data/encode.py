@@ -118,7 +118,7 @@ class Encoder(NamedTuple):
             fault = str(error)
         if self.skip_bad:
             return None
-        raise DataError(f"{raw.where} {fault}; or leave such documents out with --skip-bad")
+        raise DataError(f"{raw.where} {fault}; data.prepare --skip-bad leaves it out")
 
     def _find_field(self, row: Any) -> str:
         """The text of a row of JSON. Raises ValueError that names the fault."""
@@ -184,6 +184,7 @@ def read_texts(inputs: Iterable[Input], encoder: Encoder) -> Iterator[str]:
 
     Raises DataError at the end if there was none, and as `read_documents` and `Encoder.try_text`.
     """
+    inputs = list(inputs)
     any_text = False
     for file in inputs:
         for raw in read_documents(file, encoder.text_field):
@@ -192,4 +193,5 @@ def read_texts(inputs: Iterable[Input], encoder: Encoder) -> Iterator[str]:
                 any_text = True
                 yield text
     if not any_text:
-        raise DataError("no documents to read, all are empty or bad: name other files")
+        names = ", ".join(file.name for file in inputs[:3])
+        raise DataError(f"no documents to read, all are empty or bad ({names}): name other files")

@@ -184,7 +184,7 @@ def test_bad_documents(run, tmp_path, small_batches, line):
     args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3)
     out = run(*args, code=2)
     assert re.search(f"in.jsonl: line {LINE} .*{BAD_DOCUMENTS[line]}", out)
-    assert "leave such documents out with --skip-bad" in out
+    assert "data.prepare --skip-bad leaves it out" in out
     assert not (tmp_path / "out/text").exists()
     out = run(*args, "--skip-bad")
     assert "left out: 0 empty documents, 1 that cannot be read, 0 for training" in out
