@@ -43,7 +43,7 @@ from runtime.distributed import GPUS
 from runtime.folder import RunFolder, find_branch
 from runtime.launch import EXIT_CODE, Stop, end_with_parent, protect_output
 from scripts import plan
-from scripts.watch import format_table
+from scripts.watch import read_places
 
 REPO_ROOT = Path(__file__).parent.parent
 TRAIN = REPO_ROOT / "train.py"
@@ -163,7 +163,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         log = f"    # log: {point.folder}/train.log" if len(shares) > 1 else ""
         print(f"failed: {point.command(file, len(shares[0]))}{log}", file=sys.stderr)
     folders = [point.folder for point in points]
-    print(f"\n{format_table(folders)}\n\npython -m scripts.report {shlex.join(map(str, folders))}")
+    print(f"\n{read_places(folders)}\n\npython -m scripts.report {shlex.join(map(str, folders))}")
     return 1 if failed else 0
 
 

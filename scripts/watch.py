@@ -25,8 +25,8 @@ from runtime.runs import find_runs, read_runs
 CLEAR = "\033[H\033[2J"  # moves a terminal's cursor to its first line and clears the screen
 
 
-def format_table(places: Sequence[Path]) -> str:
-    """The table of all runs at these places and below, and the folders that cannot be read."""
+def read_places(places: Sequence[Path]) -> str:
+    """Read all runs at these places and below: their table, and the folders that are left out."""
     text = f"no runs in {', '.join(map(str, places))} yet"
     if not find_runs(places):
         return text
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "name folders of runs, or leave them out for all of runs/"
         )
     while True:
-        text = format_table(places)
+        text = read_places(places)
         if args.every is not None and sys.stdout.isatty():
             text = CLEAR + text
         print(text, flush=True)

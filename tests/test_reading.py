@@ -72,7 +72,7 @@ def test_every_reader_agrees_with_metrics(tmp_path, draw, capsys):
             if kind == "finished":
                 finished[router][seed] = read_last_loss(folder)
         assert report.main([str(tmp_path / "runs"), "--out", str(out)]) == 0
-        terminal = watch.format_table([tmp_path / "runs"])
+        terminal = watch.read_places([tmp_path / "runs"])
     page = html.unescape((out / "report.html").read_text())
     for folder, kind in kinds.items():
         if kind == "unreadable":
