@@ -47,6 +47,8 @@ from runtime.runs import find_runs
 
 TOKENIZER = ByteTokenizer()
 NEAR = tolerance(torch.float32, 32)
+# Transformers' mixtures round norms, positions and routing to float32, in fp64 too: some 4 a block
+ROUNDED = tolerance(torch.float32, 32, roundings=16)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,13 +99,13 @@ def logits_of(model, idx, start=None):
     return all_logits(model, idx, past)
 
 
-def assert_same_model(own, theirs, use_cache=True):
+def assert_same_model(own, theirs, use_cache=True, limit=NEAR):
     """Equal logits, of a batch and of every token generated from prompts of unequal length."""
     own = own.double()
     theirs = theirs.double().requires_grad_(False)
     idx = random_ids(3, 32)
     start = torch.tensor([0, 5, 8])
-    assert_near(theirs(idx).logits, logits_of(own, idx), NEAR)
+    assert_near(theirs(idx).logits, logits_of(own, idx), limit)
     mask = (torch.arange(9) >= start[:, None]).long()
     prompts = idx[:, :9].where(mask == 1, TOKENIZER.eot)
     output = theirs.generate(
@@ -117,7 +119,7 @@ def assert_same_model(own, theirs, use_cache=True):
         return_dict_in_generate=True,
     )
     wanted = logits_of(own, output.sequences, start)[:, 8:-1]
-    assert_near(torch.stack(output.logits, dim=1), wanted, NEAR, "generated tokens")
+    assert_near(torch.stack(output.logits, dim=1), wanted, limit, "generated tokens")
     assert wanted.std() > 0.5 and output.sequences.max() < TOKENIZER.vocab_size
 
 
@@ -185,7 +187,10 @@ def test_every_model_exports_the_same_model(exported, tiny, overrides, capsys):
     code = {path.name for path in out.iterdir()} & CODE.keys()
     assert code == (CODE.keys() if kind == "NanoKern" else set())
     assert kind in type(theirs).__name__
-    assert_same_model(trained.model, theirs, use_cache="model.bias=true" not in overrides)
+    limit = ROUNDED if eager else NEAR
+    assert_same_model(
+        trained.model, theirs, use_cache="model.bias=true" not in overrides, limit=limit
+    )
     assert export.check_export(trained, TOKENIZER, out) == 0, capsys.readouterr().err
     more = ["model.init_std=0.3", "model.n_head=4", f"train.init_from={out}"]
     if kind == "Olmoe":
