@@ -218,3 +218,18 @@ def test_the_keys_that_the_pages_name_exist():
                 faults.append(f"{page}: no key {key}")
     assert not faults, "\n".join(faults)
     assert n_found > 60
+
+
+def test_the_readme_has_the_leads_of_the_results():
+    """KERN's lead over softmax-renorm: without balancing, and with quantile balancing."""
+    leads = {}
+    for balancing in ("none", "quantile"):
+        pattern = rf"\|\*\*softmax-renorm\*\*\|{balancing}\|10\|[^|]*\|\+(\d\.\d+)"
+        leads[balancing] = float(re.search(pattern, PAGES["docs/results.md"])[1])
+    text = " ".join(PAGES["README.md"].split())
+    found = re.search(
+        r"its loss is (0\.\d+) nats per byte lower .* it is lower by (0\.\d+)\.", text
+    )
+    assert [float(number) for number in found.groups()] == [
+        round(lead, 3) for lead in leads.values()
+    ]

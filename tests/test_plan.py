@@ -425,3 +425,19 @@ def test_peak_on_a_gpu_is_as_planned(micro_batch, tmp_path):
     for _ in range(3):
         step()
     assert torch.cuda.max_memory_allocated() == pytest.approx(planned, rel=0.15)
+
+
+@pytest.mark.parametrize("gpu, record", [("H100", "h100-d14e3d6"), ("H200", "h200-290e916")])
+def test_the_readme_has_the_figures_of_records_and_plan(gpu, record):
+    """Tokens per second and MFU were measured, hours and GPU hours are this plan's."""
+    text = (REPO_ROOT / "README.md").read_text()
+    row = re.search(
+        rf"\| {gpu} \| ([\d,]+) tokens/s, MFU (\d+)% \| ([\d.]+) hours: (\d+) GPU hours", text
+    )
+    steps = json.loads((REPO_ROOT / f"docs/records/gpu/{record}.json").read_text())["step float16"]
+    (kern,) = [step for step in steps["rows"] if step["alternative"] == "kern, cuda_graph=on"]
+    hours = plan.estimate_hours(
+        configure.load(REPO_ROOT / "config/125m.toml"), 8, GPUS[gpu], mfu=None
+    )
+    measured = f"{round(kern['tokens/s'], -3):,.0f}", f"{100 * kern['MFU']:.0f}"
+    assert row.groups() == (*measured, f"{hours:.1f}", f"{8 * hours:.0f}")
