@@ -123,28 +123,8 @@ def export_run(
     weights = trained.state
     biases = [weights[name] for name in weights if name.endswith("selection_bias")]
     form = choose_form(model, any(bias.any() for bias in biases))
-
-    ids: dict[str, int | None] = {}
-    ids["bos_token_id"] = ids["eos_token_id"] = tokenizer.eot
-    ids["pad_token_id"] = choose_padding(tokenizer, model.vocab_size)
-    origin = {"run": trained.config.run.name, "weights": trained.label}
-    if RUN_ID in trained.metadata:  # not in checkpoints of older versions
-        origin[RUN_ID] = trained.metadata[RUN_ID]
-    config = {
-        "architectures": [FORMATS[form].architecture],
-        "model_type": form,
-        "initializer_range": model.init_std,
-        "tie_word_embeddings": model.tie_embeddings,
-        **FORMATS[form].make_config(model),
-        **ids,
-        "dtype": dtype,
-        ORIGIN: origin,
-    }
-    if form == "nanokern" and find_spec(model.router) is not None:
-        config["router_aux_loss_coef"] = trained.config.train.balance_loss_coef
-    generation: dict[str, Any] = dict(ids)
-    if model.vocab_size > tokenizer.vocab_size:  # ids that only pad the vocabulary
-        generation["suppress_tokens"] = list(range(tokenizer.vocab_size, model.vocab_size))
+    config = describe_model(trained, tokenizer, form, dtype)
+    generation = describe_generation(config, tokenizer)
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
@@ -154,8 +134,8 @@ def export_run(
             write_json(folder / "config.json", config)
             write_json(folder / "generation_config.json", generation)
             rounded = round_weights(weights, DTYPES[dtype], form)
-            write_weights(split_weights(rounded, form, model), folder, origin)
-            write_tokenizer(tokenizer, folder, model.block_size, ids["pad_token_id"])
+            write_weights(split_weights(rounded, form, model), folder, config[ORIGIN])
+            write_tokenizer(tokenizer, folder, model.block_size, config["pad_token_id"])
             # not config.toml, which makes a folder a run
             shutil.copy(trained.folder / "config.toml", folder / "settings.toml")
             if form == "nanokern":
@@ -167,6 +147,37 @@ def export_run(
             raise RunError(
                 f"{out}: cannot be written ({error}); make room, or name another folder"
             ) from error
+
+
+def describe_model(trained: Trained, tokenizer: Tokenizer, form: str, dtype: str) -> dict[str, Any]:
+    """config.json of an export: the model, its special tokens, and the run it is from."""
+    model = trained.config.model
+    origin = {"run": trained.config.run.name, "weights": trained.label}
+    if RUN_ID in trained.metadata:  # not in checkpoints of older versions
+        origin[RUN_ID] = trained.metadata[RUN_ID]
+    config = {
+        "architectures": [FORMATS[form].architecture],
+        "model_type": form,
+        "initializer_range": model.init_std,
+        "tie_word_embeddings": model.tie_embeddings,
+        **FORMATS[form].make_config(model),
+        "bos_token_id": tokenizer.eot,
+        "eos_token_id": tokenizer.eot,
+        "pad_token_id": choose_padding(tokenizer, model.vocab_size),
+        "dtype": dtype,
+        ORIGIN: origin,
+    }
+    if form == "nanokern" and find_spec(model.router) is not None:
+        config["router_aux_loss_coef"] = trained.config.train.balance_loss_coef
+    return config
+
+
+def describe_generation(config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """generation_config.json of an export with that config.json."""
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if config["vocab_size"] > tokenizer.vocab_size:  # ids that only pad the vocabulary
+        generation["suppress_tokens"] = list(range(tokenizer.vocab_size, config["vocab_size"]))
+    return generation
 
 
 def write_weights(
