@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from balance import MEASURES
 from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
 from common.text import text_table
@@ -46,6 +45,7 @@ from eval.trained import (
     load_model,
     open_set,
 )
+from measures import MEASURES
 from model import GPT
 from router import Routing
 from runtime import distributed

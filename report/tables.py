@@ -10,11 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from balance import MEASURES
+from measures import MEASURES
 from report.blocks import Table
 from report.frame import Comparison, Group
 from report.labels import format_tick, format_value, join_labels, name_unit
-from runtime.memory import count_parameters
 
 SPREAD = "± SD over seeds"
 LABELS = {  # besides measures of routing: {name in metrics.jsonl: (in words, format)}
@@ -156,14 +155,11 @@ def build_measure_table(group: Group) -> Table:
 
 
 def describe_group(group: Group) -> str:
-    """The text, the length of training and the models' sizes."""
+    """The text, the length of training and the unit of losses."""
     run = group.shown[0]
     tokens = run.config.train.batch_size * run.config.model.block_size
     lengths = " or ".join(f"{steps:,}" for steps in sorted({run.max_steps for run in group.shown}))
-    sizes = []
-    for total, active in sorted({count_parameters(run.config.model) for run in group.shown}):
-        sizes.append(f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active")
     return (
         f"{run.config.data.label}: {lengths} steps of {tokens:,} tokens. "
-        f"{' or '.join(dict.fromkeys(sizes))}. Losses in {name_unit(run)}."
+        f"Losses in {name_unit(run)}."
     )

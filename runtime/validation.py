@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from balance import MEASURES, balance_loss, summarize_routing
+from balance import balance_loss, summarize_routing
 from configure import Config
 from data.loader import Validation, prefetch, windows
+from measures import MEASURES
 from model import Output
 from runtime import distributed
 from runtime.batches import score, to_host_tensors

@@ -13,7 +13,7 @@ from runs import REPO_ROOT
 
 LEVELS = [  # a file may import its own level and those before
     {"common"},
-    {"data", "kernels", "router"},  # plain arguments, no config object
+    {"data", "kernels", "measures", "router"},  # plain arguments, no config object
     {"balance", "configure"},
     {"attention", "gate_norm"},
     {"model"},
@@ -73,23 +73,36 @@ def test_imports_have_no_circle():
         TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-# torch._dynamo takes 1.4 s of CPU, as much as torch; the others are for other commands
+# of a run; torch._dynamo takes 1.4 s of CPU, as much as torch; the others are for other commands
 UNUSED = {"torch._dynamo", "torch._inductor", "triton", "datasets", "pandas", "pyarrow", "scipy"}
 UNUSED |= {"transformers", "tokenizers", "tiktoken", "matplotlib", "jinja2", "wandb", "lm_eval"}
 
 
-def test_a_run_imports_only_what_it_uses(tiny_file):
-    """A run on one CPU with a checkpoint and evaluations, which compiles and shards nothing."""
-    code = f"""
-import gc, sys, train
-train.main([{str(tiny_file)!r}])
+def test_a_run_and_a_report_import_only_what_they_use(tiny_file):
+    """A run on one CPU with a checkpoint and evaluations, which compiles and shards nothing; torch
+    is half of the memory that a report of long runs would take.
+    """
+    out = tiny_file.parent / "out"
+    commands = {
+        "import train as module": ([str(tiny_file)], "finished, 4 steps", UNUSED),
+        "import report.__main__ as module": (
+            [str(tiny_file.parent / "runs"), "--out", str(out)],
+            f"report: {out}",
+            {"torch", "wandb"},
+        ),
+    }
+    for import_module, (arguments, said, unused) in commands.items():
+        code = f"""
+import gc, sys
+{import_module}
+module.main({arguments})
 print(f"collects: {{gc.isenabled()}}", *sys.modules, sep="\\n")
 """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True)
-    assert "finished, 4 steps" in done.stdout, done.stdout + done.stderr
-    lines = {*done.stdout.splitlines()}
-    assert "collects: True" in lines and not UNUSED & lines
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True)
+        assert said in done.stdout, done.stdout + done.stderr
+        lines = {*done.stdout.splitlines()}
+        assert "collects: True" in lines and not unused & lines
 
 
 # ---- docs/first_run.ipynb: from top to bottom, committed with its outputs

@@ -27,8 +27,7 @@ from fake_runs import (
 )
 from scipy import stats
 
-from balance import MEASURES
-from model import GPT
+from measures import MEASURES
 from report import tables
 from report.compare import lowest
 from report.frame import choose_baseline, compare_group, find_pairs, group_runs
@@ -402,7 +401,7 @@ def test_measures_of_runs_that_train_are_of_the_step_that_all_have(tmp_path):
 
 @pytest.mark.parametrize(("points", "shown"), [(10, 10), (11, 6)])
 def test_at_most_ten_evaluations_are_in_a_table(tmp_path, points, shown):
-    """Evenly apart, and the last among them, which a narrow terminal shows first; the size."""
+    """Evenly apart, and the last among them, which a narrow terminal shows first."""
     run = make_run(tmp_path / "run", "train.max_steps=1100", points=points)
     (group,) = load_groups(run)
     table = tables.build_loss_table(group)
@@ -410,10 +409,7 @@ def test_at_most_ten_evaluations_are_in_a_table(tmp_path, points, shown):
     assert table.columns[2:] == [f"{step:,}" for step in wanted] and len(wanted) == shown
     assert table.lines[0][2:] == [f"{loss_of(run, step):.4f}" for step in wanted]
     assert list(table.important)[1] == "1,100"
-    total = sum(parameter.numel() for parameter in GPT(Run(run).config.model).parameters())
-    active = total - 2 * (64 - 8) * 2 * 128 * 8  # 2 layers, both matrices of an expert
-    size = f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active"
-    said = f"mix-bytes: 1,100 steps of 2,048 tokens. {size}. Losses in nats per byte."
+    said = "mix-bytes: 1,100 steps of 2,048 tokens. Losses in nats per byte."
     assert tables.describe_group(group) == said
 
 
