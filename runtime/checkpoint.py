@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from common.files import check_regular, rename, sync_folder, write_atomic
+from common.files import rename, sync_folder, write_atomic
 from configure.schema import Train
 from runtime import (
     RankError,
@@ -47,9 +47,9 @@ from runtime import (
 from runtime.distributed import Ranks
 from runtime.identity import Identity
 from runtime.runs import (
-    LOST,
     MANIFEST,
     DamagedError,
+    describe_read_errors,
     folder_of,
     format_manifest,
     read_manifest,
@@ -410,16 +410,12 @@ def _verify_file(file: Path, entry: dict[str, Any]) -> None:
 
     Raises DamagedError, or UnreadableError if it cannot be read now.
     """
-    try:
+    with describe_read_errors(file):
         size = file.stat().st_size
         if size != entry.get("bytes"):
             raise DamagedError(f"{file}: damaged, {size:,} bytes, not as many as were written")
         if _describe_file(file) != entry:
             raise DamagedError(f"{file}: damaged, checksum mismatch")
-    except LOST as error:
-        raise DamagedError(f"{file}: damaged, {os.strerror(error.errno or 0).lower()}") from error
-    except OSError as error:
-        raise describe_read_error(file, error) from error
 
 
 def restore(
@@ -437,29 +433,19 @@ def restore(
     _fill_tensors(Reader(folder_of(folder, step)), collect_tensors(model, optimizers, tensors))
 
 
-def restore_weights(
-    folder: str | Path, step: int, model: nn.Module, ema: bool = False
-) -> dict[str, Any]:
-    """Restore weights and buffers, or with `ema` their running mean, in place; for one process.
-
-    Returns:
-        The checkpoint's metadata.
-
-    Raises:
-        RunError: it is damaged, or does not fit the model.
-    """
-    weights, metadata = open_weights(folder, step, model, ema)
-    model.load_state_dict(dict(weights))
-    return metadata
-
-
 def open_weights(
     folder: str | Path, step: int, model: nn.Module, ema: bool = False
 ) -> tuple["LazyTensors", dict[str, Any]]:
-    """What `restore_weights` restores, tensor by tensor: `model` only has names and shapes.
+    """The weights of a checkpoint, read one by one; for one process.
+
+    Args:
+        folder: runs/<name>/checkpoints.
+        step: of the checkpoint.
+        model: has their names and shapes.
+        ema: read their running mean.
 
     Returns:
-        Weights and buffers, or with `ema` their running mean, and the checkpoint's metadata.
+        Weights and buffers, and the checkpoint's metadata.
 
     Raises:
         RunError: it is damaged; later, if it does not fit the model.
@@ -607,7 +593,6 @@ def _find_memory_format(owner: object, name: str) -> Enum:
 
 def _describe_file(path: Path) -> dict[str, Any]:
     """A file's entry in the manifest. Raises OSError."""
-    check_regular(path)
     with open(path, "rb") as file:
         return {
             "bytes": path.stat().st_size,

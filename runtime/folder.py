@@ -29,7 +29,7 @@ from runtime import FAILURE_FILE, RunError, Stopped, checkpoint, describe_write_
 from runtime.distributed import Ranks, print_once
 from runtime.identity import RUN_ID, Identity, read_id, write_id
 from runtime.metrics import copy_arrays
-from runtime.runs import Run, check_settings, list_kept_keys
+from runtime.runs import SETTINGS, Run, check_settings, describe_settings, list_kept_changes
 
 MAX_SUFFIX = 40  # characters in a folder's name that say how its config differs; not measured
 
@@ -44,8 +44,7 @@ def refused_changes(old: Config, new: Config, more: Iterable[str] = ()) -> list[
 
     They are the kept keys, but for `more`.
     """
-    kept = set(list_kept_keys(new)) - set(more)
-    return [line for line in configure.differences(old, new) if line.split(":")[0] in kept]
+    return list_kept_changes(describe_settings(old)[SETTINGS], new, more)
 
 
 class RunFolder(Run):

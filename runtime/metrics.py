@@ -15,8 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -197,14 +196,8 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[Line]:
             file of arrays is damaged; it is named.
     """
     path = Path(path)
-    lines = []
     with naming(path), open_lines(path) as file:
-        for number, text in enumerate(file, 1):
-            line = _parse_line(text)
-            if line is not None:
-                lines.append(line)
-            elif number > 1 or not HEADER.match(text):
-                check_is_cut(path, number, text, file)
+        lines = [line for _, line in parse_lines(path, file) if line]
     add_arrays(path, lines, arrays)
     return lines
 
@@ -216,8 +209,6 @@ def open_lines(path: Path) -> BinaryIO:
     """
     if not path.exists():
         return io.BytesIO()
-    if not path.is_file():  # opening a FIFO would wait for a process that writes to it
-        raise RunError(f"{path} is not a regular file; remove it")
     file = path.open("rb")
     header = HEADER.match(file.readline(100))
     if header:
@@ -226,13 +217,24 @@ def open_lines(path: Path) -> BinaryIO:
     return file
 
 
-def check_is_cut(path: Path, number: int, text: bytes, file: BinaryIO) -> None:
-    """Raise RunError for a wrong line, unless it is the last of `file` and was cut short."""
-    if file.read(1) or text.rstrip().endswith(b"}"):  # a whole object, but a wrong one
-        raise RunError(
-            f"{path}, line {number} is not a JSON object of numbers with step and tokens; "
-            "remove that line"
-        )
+def parse_lines(path: Path, file: BinaryIO, number: int = 1) -> Iterator[tuple[bytes, Line]]:
+    """The lines that follow in `file`, the first of which is `number`, as they are and parsed.
+
+    The header has no values. The last line is left out if it was cut short. Raises RunError for any
+    other that is wrong.
+    """
+    for line_number, text in enumerate(file, number):
+        line = _parse_line(text)
+        if line is None and line_number == 1 and HEADER.match(text):
+            line = {}
+        if line is None:
+            if file.read(1) or text.rstrip().endswith(b"}"):  # a whole object, but a wrong one
+                raise RunError(
+                    f"{path}, line {line_number} is not a JSON object of numbers with step and "
+                    "tokens; remove that line"
+                )
+            return
+        yield text, line
 
 
 class History:
@@ -241,64 +243,37 @@ class History:
     Attributes:
         evaluations: lines with val/loss.
         logs: lines with train/loss.
+        newest: the newest value of each name.
     """
 
     def __init__(self) -> None:
-        self.evaluations = Thinned(b'"val/loss"')
-        self.logs = Thinned(b'"train/loss"')
-        self.stamp = (0, 0, 0)  # the file's number, time of its last change and size
+        self.evaluations = Thinned()
+        self.logs = Thinned()
+        self.newest: Line = {}
         self.count = 0  # lines read
         self.end = 0  # bytes read
         self.last = b""  # line read
 
     def read(self, path: Path) -> None:
-        """Read what was added since the last call; all if other things have changed.
+        """Read what was added since the last call; all if that does not end where it ended then.
 
         Raises RunError as `read_metrics` does.
         """
         with naming(path), open_lines(path) as file:
-            state = path.stat() if path.exists() else os.stat_result([0] * 10)
-            stamp = (state.st_ino, state.st_mtime_ns, state.st_size)
-            if stamp == self.stamp:
-                return
-            file.seek(max(0, self.end - len(self.last)))
-            is_same = stamp[0] == self.stamp[0] and file.read(len(self.last)) == self.last
-            if not (is_same and self.last.endswith(b"\n") and state.st_size > self.end):
+            file.seek(self.end - len(self.last))
+            is_same = file.read(len(self.last)) == self.last
+            if not (is_same and self.last.endswith(b"\n")):
                 self.__init__()
                 file.seek(0)
-            for text in file:
-                if self.add(text):
-                    self.last = text
-                    self.end += len(text)
-                    self.count += 1
-                else:
-                    check_is_cut(path, self.count + 1, text, file)
-            self.stamp = stamp
-
-    def add(self, text: bytes) -> bool:
-        """Add a line; False if it is broken. One that is not kept is not looked at inside."""
-        if not self.count and HEADER.match(text):
-            return True
-        kinds = [kind for kind in (self.evaluations, self.logs) if kind.name in text]
-        line: Line | None = {}
-        if not kinds or any(kind.count % kind.stride == 0 for kind in kinds):
-            line = _parse_line(text)
-        elif not (text.startswith(b"{") and text.endswith(b"}\n")):
-            return False
-        if line is None:
-            return False
-        for kind in kinds:
-            kind.add(text, line)
-        return True
-
-    @property
-    def newest(self) -> Line:
-        """The newest value of each name in the last lines."""
-        lines = [_parse_line(text) for text in (self.evaluations.last, self.logs.last, self.last)]
-        newest: Line = {}
-        for line in sorted(filter(None, lines), key=itemgetter("step")):
-            newest |= line
-        return newest
+            for text, line in parse_lines(path, file, self.count + 1):
+                if "val/loss" in line:
+                    self.evaluations.add(line)
+                if "train/loss" in line:
+                    self.logs.add(line)
+                self.newest |= line
+                self.last = text
+                self.end += len(text)
+                self.count += 1
 
 
 class Thinned:
@@ -307,31 +282,28 @@ class Thinned:
     Lines of equally many steps are kept in all runs that log as often.
     """
 
-    def __init__(self, name: bytes) -> None:
-        self.name = name
-        self.kept: dict[int, Line] = {}  # by step
+    def __init__(self) -> None:
+        self.kept: list[Line] = []
         self.stride = 1
         self.count = 0
-        self.last = b""
+        self.last: Line = {}
 
-    def add(self, text: bytes, line: Line) -> None:
+    def add(self, line: Line) -> None:
         """Add the next line."""
         if self.count % self.stride == 0:
-            self.kept[line["step"]] = line
+            self.kept.append(line)
         if len(self.kept) > LIMIT:
-            self.kept = dict(list(self.kept.items())[::2])
+            del self.kept[1::2]
             self.stride *= 2
-        self.last = text
+        self.last = line
         self.count += 1
 
     @property
     def lines(self) -> list[Line]:
         """The lines, in their order."""
-        last = _parse_line(self.last)
-        lines = dict(self.kept)
-        if last:
-            lines[last["step"]] = last
-        return list(lines.values())
+        if (self.count - 1) % self.stride == 0:  # the last is kept
+            return self.kept
+        return [*self.kept, self.last]
 
 
 def add_arrays(path: Path, lines: Sequence[Line], names: Sequence[str]) -> None:
@@ -416,8 +388,6 @@ def load_arrays(file: Path, names: Sequence[str]) -> dict[int, Line]:
     Raises RunError if it is damaged.
     """
     rows: dict[int, Line] = {}
-    if not file.is_file():  # opening a FIFO would wait for a process that writes to it
-        raise RunError(f"{file} is not a regular file; remove it: the run does without it")
     try:
         content = file.read_bytes()
     except OSError as error:

@@ -10,14 +10,15 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import configure
-from common.files import check_regular, is_locked
+from common.files import is_locked
 from common.text import escape_controls
 from configure import Config
 from configure.schema import KEYS, Mix, has_effect
@@ -33,6 +34,20 @@ LOST = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 class DamagedError(RunError):
     """A checkpoint's files differ from what was written."""
+
+
+@contextmanager
+def describe_read_errors(file: Path) -> Iterator[None]:
+    """Turn an OSError into a DamagedError if the file of a checkpoint is lost.
+
+    Else it cannot be read now, which is an UnreadableError.
+    """
+    try:
+        yield
+    except LOST as error:
+        raise DamagedError(f"{file}: damaged, {os.strerror(error.errno or 0).lower()}") from error
+    except OSError as error:
+        raise describe_read_error(file, error) from error
 
 
 def steps(folder: str | Path, end: str = "") -> list[int]:
@@ -68,20 +83,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
         ForeignError: the checkpoint is in the folder of another run.
     """
     file = Path(path, MANIFEST)
+    with describe_read_errors(file):
+        content = file.read_bytes()
     body = {}
     try:
-        check_regular(file)
-        text = file.read_bytes().decode()
+        text = content.decode()
         body = json.loads(text)["body"]
         is_own = path.name == folder_of("", body["step"]).name
         names_are_plain = all(Path(name).name == name for name in body["files"])  # no subfolders
         has_form = isinstance(body["facts"], dict)
         has_form = has_form and all(isinstance(file, dict) for file in body["files"].values())
         intact = text == format_manifest(body) and is_own and names_are_plain and has_form
-    except LOST as error:
-        raise DamagedError(f"{file}: damaged, {os.strerror(error.errno or 0).lower()}") from error
-    except OSError as error:
-        raise describe_read_error(file, error) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         intact = False
     if not intact:
@@ -115,26 +127,38 @@ def describe_settings(config: Config) -> dict[str, dict[str, Any]]:
     return {SETTINGS: {key: attrgetter(key)(config) for key in list_kept_keys(config)}}
 
 
+def list_kept_changes(
+    recorded: dict[str, Any], config: Config, allowed: Iterable[str] = ()
+) -> list[str]:
+    """Lines `key: old -> new` of kept keys, but for `allowed`, that differ from `recorded`.
+
+    A record that is older than a key knows nothing of it.
+    """
+    changes = []
+    for key in list_kept_keys(config):
+        now = attrgetter(key)(config)
+        then = recorded.get(key, now)
+        if then != now and key not in allowed:
+            changes.append(f"{key}: {then!r} -> {now!r}")
+    return changes
+
+
 def check_settings(
     config: Config, metadata: dict[str, Any], path: Path, changed: Iterable[str] = ()
 ) -> None:
     """Compare a config with the metadata of the checkpoint `path`.
 
     Raises RunError if a key, but for those in `changed`, has another value than the weights were
-    trained with. A checkpoint that is older than a key knows nothing of it.
+    trained with.
     """
     recorded = metadata.get(SETTINGS, metadata.get(OLD_SETTINGS, {}))
-    changes = []
-    for key in list_kept_keys(config):
-        now = attrgetter(key)(config)
-        then = recorded.get(key, now)
-        if then != now and key not in changed:
-            changes.append(f"{key}: {then!r} in the checkpoint, {now!r} in the config")
+    changes = list_kept_changes(recorded, config, changed)
     if changes:
         differences = "\n  ".join(changes)
         raise RunError(
-            f"{path}: its weights were trained with other settings:\n  {differences}\n"
-            "Restore them in the run's config.toml, or start over in a new folder (--fresh)"
+            f"{path}: its weights were trained with other settings (checkpoint -> config):\n  "
+            f"{differences}\nRestore them in the run's config.toml, or start over in a new folder "
+            "(--fresh)"
         )
 
 
@@ -372,12 +396,7 @@ class Run:
             loss = self.newest.get(name, 0.0)
             if not math.isfinite(loss):
                 return f"{name} is {loss}"
-        messages = [f"warning: {fault}" for fault in self.faults]
-        log = self.path / "train.log"  # which scripts.sweep writes
-        if log.is_file():
-            text = log.read_text(errors="replace")
-            messages += re.findall(r"^(?:error|warning): .*", text, re.M)
-        return messages[-1] if messages else ""
+        return f"warning: {self.faults[-1]}" if self.faults else ""
 
     def _read_failure(self) -> str:
         """The error that ended its last start; "" without one.
@@ -385,7 +404,7 @@ class Run:
         It is the first sentence, which names the error. The others explain it.
         """
         file = self.path / FAILURE_FILE
-        if not file.is_file():
+        if not file.exists():
             return ""
         return file.read_text(errors="replace").partition(". ")[0].strip() or "unknown error"
 
@@ -395,21 +414,17 @@ class Run:
         The lock decides, not the number of the process: the kernel gives that to another process,
         and containers have numbers of their own.
         """
-        lock = self.path / "lock"
-        if lock.exists() and not lock.is_file():  # opening a FIFO would wait
-            return None
-        locked = is_locked(lock)
+        locked = is_locked(self.path / "lock")
         if locked is False and self._read_host() != platform.node():
             return None  # it trains on another computer, or did
         return locked
 
     def _read_host(self) -> str:
         """The name of the computer that wrote the lock file; this one's if there is none."""
-        lock = self.path / "lock"
-        if not lock.is_file() or not os.access(lock, os.R_OK):
-            return platform.node()
-        with lock.open(errors="replace") as file:
-            owner = re.match(r"process \d+ on (.*)", file.read(300))
+        owner = None
+        with suppress(OSError):
+            text = (self.path / "lock").read_text(errors="replace")
+            owner = re.match(r"process \d+ on (.*)", text)
         return owner[1] if owner else platform.node()
 
 

@@ -460,7 +460,7 @@ def assert_refused(path, canary, caplog):
     caplog.clear()
     canary.unlink()  # raises if the payload did not work there: the test would prove nothing
     for load in (
-        lambda: checkpoint.restore_weights(path.parent, 2, GPT(SMALL)),
+        lambda: dict(checkpoint.open_weights(path.parent, 2, GPT(SMALL))[0]),
         lambda: Training().load(path.parent, 2),
     ):
         with pytest.raises(RunError, match=f"{path.name} does not fit this run .*--fresh"):
@@ -484,7 +484,7 @@ def test_metadata_of_another_python_is_read(copied, monkeypatch):
     assert b"cbuiltins\ngetattr\n" in data
     assert b"cpathlib\n" in data
     forge(copied, **{".metadata": data.replace(b"cpathlib\n", b"cpathlib._local\n")})
-    checkpoint.restore_weights(copied.parent, 2, GPT(SMALL))
+    Training().load(copied.parent, 2)
     for owner in (GPT, object(), _MEM_FORMAT_ENCODING):
         with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint"):
             checkpoint._find_memory_format(owner, "__init__")

@@ -560,7 +560,7 @@ def test_weights_are_refused_under_a_config_that_is_not_theirs(tiny, tmp_path, m
         for command, call in commands.items():
             capsys.readouterr()
             assert call() == 2, command
-            said = f"{key}: {then} in the checkpoint, {now} in the config"
+            said = f"{key}: {then} -> {now}"
             if (command, key) == ("resume", "data.name"):
                 said = "other: no such data set"
             assert said in capsys.readouterr().err, command
