@@ -22,6 +22,8 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
 # kernels/triton_kernels.py, once `find_triton_problem` has imported it: only devices that need the
 # kernels wait for Triton's import
 triton: Any = None
+# why the kernels are not to be trusted on this device; set by runtime/kernel_check.py
+defect = ""
 
 
 def expert_mlp(
@@ -246,6 +248,8 @@ def find_triton_problem(device: torch.device, dtype: torch.dtype) -> str:
             return "needs Triton: on Linux, pip install triton"
     if dtype not in triton.triton_experts.DTYPES:
         return f"does not compute in {dtype}: use float16, bfloat16 or float32"
+    if defect:
+        return defect
     if triton.triton_experts.INTERPRETED:
         return ""
     if device.type != "cuda" or torch.version.hip:

@@ -14,6 +14,7 @@ from kernels import choose_backend
 from router import find_spec
 from runtime import RunError, distributed
 from runtime.folder import Branch, RunFolder, check_length, find_branch, path_of
+from runtime.kernel_check import check_kernels
 from runtime.memory import Memory, plan_memory
 
 ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores
@@ -103,10 +104,7 @@ def plan_run(
     if branch and dtype_name == "auto":
         dtype_name = branch.trunk.config.train.dtype
     dtype = distributed.pick_dtype(dtype_name, device, config.model.router)
-    try:
-        choose_backend(config.model.backend, device, dtype)
-    except ValueError as error:
-        raise RunError(f"model.backend: {error}") from None
+    check_backend(config, device, dtype)
     config = replace(config, "train", dtype=str(dtype).removeprefix("torch."))  # a resume keeps it
     memory = plan_memory(config, device)
     tasks = open_tasks(config) if open_tasks else None
@@ -160,6 +158,21 @@ def check_router(config: Config) -> None:
             "set --model.top_k=2, or choose a router without a norm over topk "
             "(--model.router=softmax)"
         )
+
+
+def check_backend(config: Config, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise RunError if model.backend cannot compute here, or if its kernels do so wrongly.
+
+    "auto" takes torch's operators in both cases.
+    """
+    backend = config.model.backend
+    try:
+        if choose_backend(backend, device, dtype) == "triton" and device.type == "cuda":
+            n_token = config.train.micro_batch_size * config.model.block_size
+            check_kernels(config.model, n_token, device, dtype)
+            choose_backend(backend, device, dtype)
+    except ValueError as error:
+        raise RunError(f"model.backend: {error}") from None
 
 
 def open_data(config: Config) -> Data:
