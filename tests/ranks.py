@@ -1,4 +1,4 @@
-"""Jobs of several ranks for test_parallel.py: cases, and a record of each rank's training."""
+"""Jobs of several ranks for test_parallel.py: cases, and what each rank sees of its training."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from runs import meet_in
 import configure
 import train
 from hf import match_gates
-from runtime import checkpoint, distributed, parallel
+from runtime import checkpoint, distributed
 from runtime import state as train_state
 
 PEAK = 1e9  # FLOP/s of a CPU, for perf/mfu
@@ -51,6 +51,7 @@ ALL = [
     "train.micro_batch_size=2",
     "train.max_steps=4",
     "eval.interval=2",
+    "eval.windows=5",  # unequal numbers on the ranks
 ]
 SAVED = [
     "train.max_steps=6",
@@ -68,12 +69,6 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
     "kern": ["model.router=kern-norelu"],
     # into larger micro-batches than one rank's
     "cut": ["model.router=kern-norelu", "train.balance_loss_coef=0.1"],
-    "windows": [
-        "model.router=kern-norelu",
-        "train.micro_batch_size=1",
-        "eval.windows=5",
-        "train.max_steps=2",
-    ],
     "muon": [
         *SAVED,
         "model.router=kern-norelu",
@@ -127,7 +122,7 @@ MODELS["again"] = [
     "log.interval=2",
 ]
 MODELS["again"] += ["train.ema_decay=0.75"]
-ANY = ("given", "dense", "kern", "modern", "biased", "quantile", "cut", "windows", "triton", "muon")
+ANY = ("given", "dense", "kern", "modern", "biased", "quantile", "cut", "triton", "muon")
 COMPARED = ("pair", *ANY, "saved")  # with a run on one rank
 CASES = {
     f"{model} {way}": Case(model, way)
@@ -139,7 +134,6 @@ CASES = {
         "modern": ["ddp-2", "fsdp-2"],
         "biased": ["ddp-4", "hsdp-2x2", "zero2-2", "experts-hsdp"],
         "quantile": ["ddp-2", "experts-2"],
-        "windows": ["fsdp-2"],
         "muon": ["hsdp-2x2", "experts-fsdp"],
     }.items()
     for way in ways
@@ -168,50 +162,41 @@ for model, way in RESUMED:
 
 
 # ---- what a rank does
-class Watch:
-    """What a rank sees in the run of a case."""
-
-    def __init__(self, case, rank):
-        self.case, self.rank = case, rank
-        self.forget()
-
-    def forget(self):
-        """Be ready for another run."""
-        self.seen = {"seeds": []}
-
-    @contextmanager
-    def patches(self, after_save=lambda saver, step: None):
-        """Within this context, runs are seen; `after_save` is called with each save."""
-
-        def save(saver, step, model, *args):
-            SAVE(saver, step, model, *args)
-            after_save(saver, step)
-            full = {key: parallel.full_tensor(p.detach()) for key, p in model.named_parameters()}
-            self.seen["parameters"] = {key: p.clone() for key, p in full.items()}
-            self.seen["buffers"] = {key: buffer.clone() for key, buffer in model.named_buffers()}
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint.Saver, "save", save)
-            patch.setattr(train_state, "build_optimizer", self.build_optimizer)
-            patch.setattr(train, "learning_rate", self.learning_rate)
-            patch.setattr(distributed, "peak_flops", lambda device, dtype: PEAK)
-            patch.setattr(match_gates, "TOKENS", 512)  # for tests of accuracy: test_swap.py
-            yield
-
-    def build_optimizer(self, model, optim, copy_dtype=None):
-        """Let routers shun an expert, then build the model's optimizer."""
-        if self.case.model == "pair":
-            for block in model.blocks:
-                block.mlp.router.selection_bias[3] = -10 - self.rank
-        return BUILD(model, optim, copy_dtype)
-
-    def learning_rate(self, optim, max_steps, step):
-        """Between the seed of a step and its forward pass."""
-        self.seen["seeds"].append(torch.initial_seed())
-        return RATE(optim, max_steps, step)
-
-
 BUILD, RATE, SAVE = train_state.build_optimizer, train.learning_rate, checkpoint.Saver.save
+
+
+@contextmanager
+def patches(model, rank=0, after_save=lambda saver, step: None):
+    """Within this context runs are those of the cases of `model`; `after_save` follows each save.
+
+    Yields torch's seed in each step, and the selection biases of the pair.
+    """
+    seen = {"seeds": [], "biases": []}
+
+    def save(saver, step, *args):
+        SAVE(saver, step, *args)
+        after_save(saver, step)
+
+    def build_optimizer(network, *args):
+        """Let the pair's routers shun an expert."""
+        if model == "pair":
+            seen["biases"] = [block.mlp.router.selection_bias for block in network.blocks]
+            for bias in seen["biases"]:
+                bias[3] = -10 - rank
+        return BUILD(network, *args)
+
+    def learning_rate(*args):
+        """Between the seed of a step and its forward pass."""
+        seen["seeds"].append(torch.initial_seed())
+        return RATE(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.Saver, "save", save)
+        patch.setattr(train_state, "build_optimizer", build_optimizer)
+        patch.setattr(train, "learning_rate", learning_rate)
+        patch.setattr(distributed, "peak_flops", lambda device, dtype: PEAK)
+        patch.setattr(match_gates, "TOKENS", 512)  # for tests of accuracy: test_swap.py
+        yield seen
 
 
 def overrides_of(model, folder):
@@ -234,7 +219,6 @@ def config_of(folder, name, seed):
 def work(folder, name, seed, rank):
     """Train as the case says; returns what this rank saw."""
     case = CASES[name]
-    watch = Watch(case, rank)
 
     def copy_run(saver, step):
         if step == 3 and case.copies:
@@ -242,10 +226,9 @@ def work(folder, name, seed, rank):
             for copy in case.copies if rank == 0 else ():
                 shutil.copytree(folder / name, folder / copy)
 
-    with watch.patches(copy_run):
-        config = config_of(folder, name, seed)
-        train.train(config)
-    return watch.seen
+    with patches(case.model, rank, copy_run) as seen:
+        train.train(config_of(folder, name, seed))
+    return seen
 
 
 def be_a_rank(folder, names, seeds):

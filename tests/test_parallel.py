@@ -25,28 +25,33 @@ from runs import (
     ALONE,
     assert_same_columns,
     column,
+    end,
     meet_in,
+    metrics,
     run,
     run_job,
     run_torchrun,
     run_with_margin,
     start_ranks,
-    untimed,
 )
 
 import configure
 import train
 from data.loader import Loader
+from eval.trained import load_model
 from runtime import checkpoint, preflight
+from runtime.folder import path_of
 from runtime.memory import flops_per_token
-from runtime.metrics import ARRAYS, read_metrics
 
 
 # ---- how the tests start them
 class Outcome(NamedTuple):
+    config: configure.Config
     lines: list[dict]  # of metrics.jsonl
-    reports: list[dict]  # one per rank
-    folder: Path  # of the run
+    reports: list[dict]  # one per rank, of jobs
+
+    def load_model(self):
+        return load_model(path_of(self.config)).model
 
 
 @pytest.fixture(scope="module")
@@ -59,67 +64,53 @@ def folder(tmp_path_factory, corpus):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """`alone(model)`: the override of the seed, and the Outcome of the run on one rank with that
-    seed.
-    """
+    """`alone(model)`: the override of the seed, and the Outcome of the run on one rank with it."""
 
     @cache
     def alone(model):
-        watch = ranks.Watch(ranks.Case(model, "alone"), 0)
-
         def make(*overrides):
-            watch.forget()
-            place = f"run.dir={(folder / f'{model} alone').as_posix()}"
-            own = ranks.overrides_of(model, folder)
-            return configure.load(folder / "tiny.toml", [*own, *overrides, place])
+            own = [*ranks.overrides_of(model, folder), f"run.dir={folder / f'{model} alone'}"]
+            return configure.load(folder / "tiny.toml", [*own, *overrides])
 
-        with watch.patches():
+        with ranks.patches(model):
             seed, lines = run_with_margin(make)
-        return seed, Outcome(lines, [watch.seen], folder / f"{model} alone" / seed)
+        return seed, Outcome(make(f"run.name=seed-{seed.partition('=')[2]}"), lines, [])
 
     return alone
 
 
 @pytest.fixture(scope="module")
-def outcome(folder, alone):
-    """`outcome(case)`.
-
-    The first question about a case of several ranks starts all jobs of the integration tests.
-    """
-
-    def start(count, names, models):
-        """What ended the job; "" if nothing did."""
-        seeds = {model: alone(model)[0] for model in models}
-        return run_job(count, ranks.be_a_rank, folder, names, seeds)
+def start(alone, folder):
+    """`start(True)`: run the job of the pair; of all others. What ended one; "" if nothing did."""
 
     @cache
-    def start_pair():
-        return start(2, ["pair ddp-2"], ["pair"])
-
-    @cache
-    def start_others():
+    def start(is_pair):
         problem = ""
-        for count in (2, 4):  # runs on 4 resume from checkpoints of 2
-            names = [
-                name
-                for name, case in CASES.items()
-                if WAYS[case.way].ranks == count and case.model != "pair"
-            ]
-            problem = problem or start(count, names, COMPARED[1:])
+        for count in (2,) if is_pair else (2, 4):  # runs on 4 resume from checkpoints of 2
+            names = []
+            for name, case in CASES.items():
+                if WAYS[case.way].ranks == count and (case.model == "pair") == is_pair:
+                    names.append(name)
+            models = {CASES[name].model for name in names} & {*COMPARED}
+            seeds = {model: alone(model)[0] for model in models}
+            problem = problem or run_job(count, ranks.be_a_rank, folder, names, seeds)
         return problem
 
-    def outcome(name):
-        problem = start_pair() if name == "pair ddp-2" else start_others()
-        reports = [folder / f"{name}.{rank}" for rank in range(WAYS[CASES[name].way].ranks)]
-        assert all(report.exists() for report in reports), problem
-        return Outcome(
-            read_metrics(folder / name / "tiny/metrics.jsonl", ARRAYS),
-            [torch.load(report) for report in reports],
-            folder / name / "tiny",
-        )
+    return start
 
-    outcome.start_pair = start_pair
-    outcome.start_others = start_others
+
+@pytest.fixture(scope="module")
+def outcome(folder, start):
+    """`outcome(case)` of several ranks."""
+
+    def outcome(name):
+        case = CASES[name]
+        problem = start(case.model == "pair")
+        reports = [folder / f"{name}.{rank}" for rank in range(WAYS[case.way].ranks)]
+        assert all(report.exists() for report in reports), problem
+        config = ranks.config_of(folder, name, "run.seed=0")
+        return Outcome(config, metrics(config), [torch.load(report) for report in reports])
+
     return outcome
 
 
@@ -128,54 +119,37 @@ def assert_same_run(one, other, after=-1, keys=("train/loss", "val/loss", "optim
     loads and biases.
     """
     a, b = ([line for line in run.lines if line["step"] > after] for run in (one, other))
-    assert column(a, "step") == column(b, "step")  # rank 0 alone writes
-    assert column(a, "router/loads") == column(b, "router/loads") and column(
-        a, "val/loads"
-    ) == column(b, "val/loads")
+    for key in ("step", "router/loads", "val/loads"):  # rank 0 alone writes
+        assert column(a, key) == column(b, key), key
     assert_same_columns(a, b, *keys)
-    (a, a_buffers), (b, b_buffers) = (
-        (run.reports[0]["parameters"], run.reports[0]["buffers"]) for run in (one, other)
-    )
-    for key in b:  # AdamW's steps are as large for gradients that are mostly rounding
-        assert_near(a[key], b[key], tolerance(torch.float32, 257, roundings=40), key)
-    for key in b_buffers:
-        assert torch.equal(a_buffers[key], b_buffers[key]), key
-
-
-def assert_same_bits(reports, others):
-    """Parameters and buffers of each rank, and of each rank of another run."""
-    for mine, other in zip(reports, others, strict=True):
-        for part in ("parameters", "buffers"):
-            assert all(torch.equal(value, other[part][key]) for key, value in mine[part].items())
+    weights, wanted = one.load_model().state_dict(), other.load_model()
+    for key, p in wanted.named_parameters():
+        # AdamW's steps are as large for gradients that are mostly rounding
+        assert_near(weights[key], p.detach(), tolerance(torch.float32, 257, roundings=40), key)
+    for key, buffer in wanted.named_buffers():
+        assert torch.equal(weights[key], buffer), key
 
 
 # ---- two ranks under DDP
-def test_the_pair_ends_without_errors(outcome):
-    problem = outcome.start_pair()
-    assert not problem, problem
+def test_the_pair_ends_without_errors(start):
+    assert not start(True), start(True)
 
 
 @pytest.mark.numerics
-def test_pair_trains_like_one_rank(outcome, alone, folder):
+def test_pair_trains_like_one_rank(outcome, alone):
     """One expert is idle, and its selection bias differs: no rank's buffers go to the others."""
     ran = outcome("pair ddp-2")
     assert_same_run(ran, alone("pair")[1])
+    # though rank 1 has a window less, and none in its last batch
+    assert_same_columns(ran.lines, alone("pair")[1].lines, "val/gate_norm", "val/balance_loss")
     for rank, report in enumerate(ran.reports):
-        assert report["buffers"]["blocks.1.mlp.router.selection_bias"].tolist() == [
-            0,
-            0,
-            0,
-            -10 - rank,
-            0,
-            0,
-            0,
-            0,
-        ]
+        for bias in report["biases"]:
+            assert bias.tolist() == [0, 0, 0, -10 - rank, 0, 0, 0, 0]
     assert not any(layer[3] for loads in column(ran.lines, "router/loads") for layer in loads)
     seeds = [seed for report in ran.reports for seed in report["seeds"]]
     # rows of several ranks do not share a mask of dropout
     assert len(seeds) == len(set(seeds)) == 2 * 3
-    flops = flops_per_token(ranks.config_of(folder, "pair ddp-2", "run.seed=0").model)
+    flops = flops_per_token(ran.config.model)
     timed = [line for line in ran.lines if "perf/mfu" in line]
     assert len(timed) == 3
     for line in timed:  # of two devices; 8 rows of 32 tokens a step, over both ranks
@@ -184,10 +158,17 @@ def test_pair_trains_like_one_rank(outcome, alone, folder):
 
 
 # ---- equal runs
+MORE = {  # what else is compared, by model
+    "biased": ["train/aux_loss"],
+    "cut": ["train/aux_loss"],
+    "kern": ["router/gamma", "val/gate_norm", "val/gate_sum", "val/balance_loss"],
+    "dense": ["val_ema/loss"],  # with masks
+}
+
+
 @pytest.mark.integration
-def test_ranks_end_without_errors(outcome):
-    problem = outcome.start_others()
-    assert not problem, problem
+def test_ranks_end_without_errors(start):
+    assert not start(False), start(False)
 
 
 @pytest.mark.integration
@@ -198,17 +179,12 @@ def test_same_run_on_any_number_of_ranks(outcome, alone, name):
     all ranks.
     """
     ran = outcome(name)
-    assert_same_run(ran, alone(CASES[name].model)[1])
-    assert_same_bits(ran.reports, ran.reports[:1] * len(ran.reports))
-    if CASES[name].model in ("biased", "cut"):
-        assert_same_columns(ran.lines, alone(CASES[name].model)[1].lines, "train/aux_loss")
-    if CASES[name].model in ("biased", "quantile"):
-        assert ran.reports[0]["buffers"]["blocks.1.mlp.router.selection_bias"].any()
-    if CASES[name].model == "kern":
-        names = ["router/gamma", "val/gate_norm", "val/gate_sum", "val/balance_loss"]
-        assert_same_columns(ran.lines, alone("kern")[1].lines, *names)
-    if CASES[name].model == "dense":  # with masks, and a mean of the weights
-        assert_same_columns(ran.lines, alone("dense")[1].lines, "val_ema/loss")
+    model = CASES[name].model
+    wanted = alone(model)[1]
+    assert_same_run(ran, wanted)
+    assert_same_columns(ran.lines, wanted.lines, *MORE.get(model, []))
+    if model in ("biased", "quantile"):
+        assert wanted.load_model().blocks[1].mlp.router.selection_bias.any()
 
 
 # ---- checkpoints
@@ -221,7 +197,7 @@ def test_checkpoint_resumes_on_other_ranks(outcome, alone, saved, resumed):
     part = outcome(f"{saved} to {resumed}")
     assert len(part.reports[0]["seeds"]) == 3  # of 6 steps
     assert_same_run(part, alone("saved")[1], after=3)
-    assert part.reports[0]["buffers"]["blocks.1.mlp.router.selection_bias"].any()
+    assert part.load_model().blocks[1].mlp.router.selection_bias.any()
 
 
 @pytest.mark.integration
@@ -230,8 +206,7 @@ def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(outcome, model, way)
     """Also from a checkpoint before AdamW's first update: float16 may skip all steps before it."""
     undisturbed, part = outcome(f"{model} {way}"), outcome(f"{model} {way} resumed")
     assert len(part.reports[0]["seeds"]) == 3 < len(undisturbed.reports[0]["seeds"])
-    assert untimed(part.lines) == untimed(undisturbed.lines)
-    assert_same_bits(part.reports, undisturbed.reports)
+    assert end(part.config) == end(undisturbed.config)
     if model == "early":
         skipped = column(undisturbed.lines, "optim/skipped_steps")
         assert skipped[2] == 3 and skipped[-1] < 6

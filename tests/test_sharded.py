@@ -18,7 +18,6 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from configure.schema import Config, Optim, Train
 from model import GPT
-from router import Router
 from runtime import RunError, parallel
 from runtime.distributed import Ranks, any_rank, check_agreement, gather, share_errors
 from runtime.memory import estimate_memory
@@ -103,16 +102,6 @@ def draw_batch(n_rank: int) -> Tensor:
     return torch.randint(257, (N_PASS, n_rank, 33), generator=generator)
 
 
-def loss_of(runner: Any, row: Tensor) -> Tensor:
-    return runner(row[:, :-1], row[:, 1:]).loss / N_PASS
-
-
-def step_of(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = 0.01 * group["lr_ratio"]
-    optimizer.step(torch.ones((), dtype=torch.float32), torch.zeros((), dtype=torch.float32))
-
-
 def assert_equal(values: dict[str, Tensor], wanted: dict[str, Tensor], rtol: float) -> None:
     assert values.keys() == wanted.keys()
     for name, value in values.items():
@@ -129,30 +118,52 @@ WAYS = [  # train.parallel, ranks, ranks of a node, train.expert_parallel, optim
 ]
 
 
+def train_step(model: GPT, way: str, ranks: Ranks, optim: Optim, batch: Tensor, **options: Any):
+    """Two passes and a step of a rank: what it has to agree in, and what it holds."""
+    runner = distribute(model, way, ranks, torch.float64, **options)
+    model = getattr(runner, "module", runner)
+    warm_up_ddp_buckets(runner, (1, 32), CPU)
+    losses = 0.0
+    for number, rows in enumerate(batch):
+        set_gradient_sync(runner, way, number == N_PASS - 1)
+        own = rows.chunk(ranks.world_size)[ranks.rank]
+        loss = runner(own[:, :-1], own[:, 1:]).loss / N_PASS
+        loss.backward()
+        losses += loss.item()
+    if way == "ddp":  # an evaluation's loads do not count; FSDP2 would keep gathered weights
+        with torch.no_grad():
+            runner(batch[0, :1, :-1], batch[0, :1, 1:])
+    parameters = dict(model.named_parameters())
+    report: dict[str, Any] = {"loss": losses, "part": local_part(model.head).detach().clone()}
+    report["held"] = sum(local_part(p).numel() for p in parameters.values())
+    report["gradients"] = {key: full_tensor(p.grad).clone() for key, p in parameters.items()}
+    optimizer = build_optimizer(model, optim)
+    report["norm"] = measure_norm([p.grad for p in optimizer.parameters]).item()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 * group["lr_ratio"]
+    optimizer.step(torch.ones((), dtype=torch.float32), torch.zeros((), dtype=torch.float32))
+    states = [state for part in optimizer.parts for state in part.state.values()]
+    moments = [local_part(state[name]) for state in states for name in state if name != "step"]
+    report["moments"] = sum(moment.numel() for moment in moments)
+    gathered = gather_model(model)
+    assert gathered.document_token == 256 and not gathered.head.requires_grad
+    report["weights"] = gathered.state_dict()
+    return report
+
+
 @pytest.mark.parametrize(("way", "n_rank", "local_size", "n_shared", "name"), WAYS)
 def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, name):
-    """Two passes and a step: gradients, weights, what is gathered, and the experts' loads."""
+    """Gradients, weights, what is gathered, and the memory that is planned."""
     model = whole() if n_shared == 1 else whole("model.n_layer=1")
     optim = Optim(name=name, weight_decay=0.1)
     batch = draw_batch(n_rank)
     copies = [copy.deepcopy(model) for _ in range(n_rank)]
 
-    chosen: list[Tensor] = []  # (N, K) of each layer and pass
-    for module in model.modules():
-        if isinstance(module, Router):
-            module.register_forward_hook(lambda _, __, routing: chosen.append(routing.experts))
-    loss = sum(loss_of(model, rows).item() for rows in batch)
-    chosen.clear()
-    for rows in batch:
-        loss_of(model, rows).backward()
-    gradients = {key: p.grad.clone() for key, p in model.named_parameters()}
-    step_of(build_optimizer(model, optim))
-
     def act(ranks: Ranks) -> dict[str, Any]:
         own = copies[ranks.rank]
-        start = {key: p.detach() for key, p in own.named_parameters()}
         options: dict[str, Any] = {"expert_parallel": n_shared}
         if way == "fsdp":  # of a model whose weights have no memory until they are sharded
+            start = {key: p.detach() for key, p in own.named_parameters()}
             with BUILDING, without_parameters():  # its hook is of all threads
                 own = GPT(model.config)
             own.document_token = 256
@@ -162,51 +173,21 @@ def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, na
                     copy_shard(start[key], p)
 
             options["initialize"] = initialize
-        runner = distribute(own, way, ranks, torch.float64, **options)
-        warm_up_ddp_buckets(runner, (1, 32), CPU)
-        losses = 0.0
-        for number, rows in enumerate(batch):
-            set_gradient_sync(runner, way, number == N_PASS - 1)
-            loss = loss_of(runner, rows[ranks.rank : ranks.rank + 1])
-            loss.backward()
-            losses += loss.item()
-        if way == "ddp":  # an evaluation's loads do not count; FSDP2 would keep gathered weights
-            with torch.no_grad():
-                loss_of(runner, batch[0, :1])
-        report = {"loss": losses, "held": sum(local_part(p).numel() for p in own.parameters())}
-        report["part"] = local_part(own.head).detach().clone()
-        report["gradients"] = {
-            key: full_tensor(p.grad).clone() for key, p in own.named_parameters()
-        }
-        optimizer = build_optimizer(own, optim)
-        report["norm"] = measure_norm([p.grad for p in optimizer.parameters]).item()
-        step_of(optimizer)
-        states = [state for part in optimizer.parts for state in part.state.values()]
-        moments = [local_part(s[name]) for s in states for name in s if name != "step"]
-        report["moments"] = sum(moment.numel() for moment in moments)
-        gathered = gather_model(own)
-        assert gathered.document_token == 256 and not gathered.head.requires_grad
-        report["weights"] = gathered.state_dict()
-        return report
+        return train_step(own, way, ranks, optim, batch, **options)
 
     reports = run_ranks(n_rank, act, local_size)
-    assert sum(report["loss"] for report in reports) / n_rank == pytest.approx(loss)
-    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+    shapes = {key: p.shape for key, p in model.named_parameters()}
+    wanted = train_step(model, "ddp", Ranks(0, 1, CPU), optim, batch)
+    assert sum(report["loss"] for report in reports) / n_rank == pytest.approx(wanted["loss"])
     for report in reports:
-        assert report["norm"] == pytest.approx(norm)
-        assert_equal(report["gradients"], gradients, 1e-9)
+        assert report["norm"] == pytest.approx(wanted["norm"])
+        assert_equal(report["gradients"], wanted["gradients"], 1e-9)
         # Muon's directions are computed in less than float64
-        assert_equal(report["weights"], dict(model.state_dict()), 1e-9 if name == "adamw" else 1e-5)
-    total = sum(p.numel() for p in model.parameters())
-    experts = sum(p.numel() for key, p in model.named_parameters() if ".experts." in key)
-    n_shard = {"ddp": 1, "hsdp": local_size}.get(way, n_rank)
-    expert_shards = max(n_shard, n_shared) if n_shared > 1 else n_shard
-    held = sum(report["held"] for report in reports) / n_rank
-    assert held == pytest.approx((total - experts) / n_shard + experts / expert_shards, rel=0.01)
+        assert_equal(report["weights"], wanted["weights"], 1e-9 if name == "adamw" else 1e-5)
     settings = Config(
         model=model.config, optim=optim, train=Train(expert_parallel=n_shared, dtype="float32")
     )
-    shapes = {key: p.shape for key, p in model.named_parameters()}
+    n_shard = {"ddp": 1, "hsdp": local_size}.get(way, n_rank)
     planned = estimate_memory(settings, shapes, way, n_shard)
     assert planned.weights == planned.gradients == 4 * max(report["held"] for report in reports)
     assert planned.optimizer == 4 * max(report["moments"] for report in reports)
