@@ -40,14 +40,6 @@ class Layer(NamedTuple):
     chosen: Tensor  # (N, K) int64
 
 
-class Losses(NamedTuple):
-    """Losses of a micro-batch, () each, and its routing."""
-
-    cross_entropy: Tensor
-    auxiliary: Tensor
-    layers: list[Layer]
-
-
 # ---- half precision
 class Cast:
     """Rounds a value to `dtype` on the way forward, and its gradient times `scale` on the way back.
@@ -223,7 +215,7 @@ def list_starts(tokens, end_of_text):
 
 
 def compute_loss(config, weights, x, y, choices, end_of_text, cast=EXACT):
-    """Cross-entropy of inputs x and targets y (B, T), and the routing of each layer."""
+    """Cross-entropy (B,) of inputs x and targets y (B, T), and the routing of each layer."""
     model = config.model
     B, T = x.shape
     position = torch.arange(T)
@@ -256,12 +248,18 @@ def compute_loss(config, weights, x, y, choices, end_of_text, cast=EXACT):
     cast = cast.scaled(x.numel())
     logits = cast(cast(normalize(stream, weights, "ln_f", model)) @ cast(head).T)
     probability = logits.log_softmax(-1).gather(-1, y[..., None])
-    return -probability.mean(), layers
+    return -probability.mean((1, 2)), layers
 
 
 def count_loads(chosen, n_expert):
     """Tokens that chose each expert: chosen (…, K) -> (E,) float64."""
     return torch.bincount(chosen.flatten(), minlength=n_expert).double()
+
+
+def find_shares(scores):
+    """The scores (N, E), without those below 0, as shares of a token's sum."""
+    positive = scores.clamp_min(0)
+    return positive / (positive.sum(-1, keepdim=True) + EPS)
 
 
 def compute_auxiliary(config, layers, step_loads):
@@ -273,10 +271,7 @@ def compute_auxiliary(config, layers, step_loads):
         z.append(layer.logits.exp().sum(-1).log().pow(2).mean())
         if number < model.n_hash_layer:
             continue
-        positive = layer.scores.clamp_min(0)
-        shares = (positive / (positive.sum(-1, keepdim=True) + EPS)).view(
-            -1, model.block_size, model.n_expert
-        )
+        shares = find_shares(layer.scores).view(-1, model.block_size, model.n_expert)
         for row, chosen in zip(shares, layer.chosen.split(model.block_size), strict=True):
             loads = {
                 "sequence": count_loads(chosen, model.n_expert),
@@ -290,6 +285,22 @@ def compute_auxiliary(config, layers, step_loads):
         train.balance_loss_coef * torch.stack(balance).mean()
         + train.z_loss_coef * torch.stack(z).mean()
     )
+
+
+def measure(layer, n_expert):
+    """What is logged of a layer's tokens, () each but for loads (E,)."""
+    shares = find_shares(layer.scores)
+    loads = count_loads(layer.chosen, n_expert)
+    return {
+        "loads": loads,
+        "load_imbalance": loads.max() / loads.mean(),
+        "dead_experts": (loads == 0).sum(),
+        "balance_loss": n_expert * (loads / loads.sum() * shares.mean(0)).sum(),
+        "entropy": torch.special.entr(shares).sum(-1).mean(),
+        "zero_gates": (layer.gates == 0).double().mean(),
+        "gate_norm": layer.gates.pow(2).sum(-1).mean().sqrt(),
+        "gate_sum": layer.gates.sum(-1).mean(),
+    }
 
 
 # ---- the optimizer
