@@ -44,9 +44,10 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Launch options."""
+        """Sizes as a kernel's arguments, and launch options."""
+        sizes = {"ROWS": self.rows, "COLS": self.cols, "DEPTH": self.depth}
         limit = {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
+        return {**sizes, "num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 # By compute capability. Not autotuned: timings would then choose the order of sums, and so their
@@ -197,8 +198,7 @@ def multiply_up(
     n_tile = len(table) // 3
     up_kernel[(n_tile * divide_up(H, width),)](
         x,
-        w_parts[0],
-        w_parts[1],
+        *w_parts,
         weights,
         order,
         table,
@@ -210,9 +210,6 @@ def multiply_up(
         GLU=glu,
         SILU=silu,
         USE_TMA=use_tma,
-        ROWS=tile.rows,
-        COLS=tile.cols,
-        DEPTH=tile.depth,
         **tile.options,
     )
     return hidden, activated
@@ -223,60 +220,32 @@ def multiply_rows(a: Tensor, b: Tensor, table: Tensor, rows: int, transposed: bo
     n_row, depth = a.shape
     cols = b.shape[1] if transposed else b.shape[2]
     out = torch.empty(n_row, cols, dtype=a.dtype, device=a.device)
+    n_tile = len(table) // 3
     tile = pick_tile("rows_ahead", a, rows, cols, depth)
     if tile is not None and depth % tile.depth == 0:
         a_desc = make_descriptors(a, tile.depth, [rows], True)
         b_widths = split_width(tile.cols)
         b_desc = make_descriptors(b.flatten(0, 1), tile.depth, b_widths, transposed)
         if a_desc and b_desc:
-            launch_rows_ahead(a_desc, b_desc, table, out, depth, transposed, tile)
+            # as many programs as run at once
+            n_program = min(count_at_once(out.device), n_tile * divide_up(cols, tile.cols))
+            rows_ahead_kernel[(n_program,)](
+                *a_desc,
+                *b_desc,
+                table,
+                out,
+                N_TILE=n_tile,
+                IN=depth,
+                OUT=cols,
+                TRANSPOSED=transposed,
+                **tile.options,
+            )
             return out
     tile = pick_tile("rows", a, rows, cols, depth)
-    n_tile = len(table) // 3
     rows_kernel[(n_tile * divide_up(cols, tile.cols),)](
-        a,
-        b,
-        table,
-        out,
-        IN=depth,
-        OUT=cols,
-        TRANSPOSED=transposed,
-        ROWS=tile.rows,
-        COLS=tile.cols,
-        DEPTH=tile.depth,
-        **tile.options,
+        a, b, table, out, IN=depth, OUT=cols, TRANSPOSED=transposed, **tile.options
     )
     return out
-
-
-def launch_rows_ahead(
-    a_desc: list[TensorDescriptor],
-    b_desc: list[TensorDescriptor],
-    table: Tensor,
-    out: Tensor,
-    depth: int,
-    transposed: bool,
-    tile: Tile,
-) -> None:
-    """Fill out (R, cols) by rows_ahead_kernel, as many programs as run at once."""
-    n_tile = len(table) // 3
-    cols = out.shape[1]
-    n_program = min(count_at_once(out.device), n_tile * divide_up(cols, tile.cols))
-    rows_ahead_kernel[(n_program,)](
-        a_desc[0],
-        b_desc[0],
-        b_desc[1],
-        table,
-        out,
-        N_TILE=n_tile,
-        IN=depth,
-        OUT=cols,
-        TRANSPOSED=transposed,
-        ROWS=tile.rows,
-        COLS=tile.cols,
-        DEPTH=tile.depth,
-        **tile.options,
-    )
 
 
 def combine(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
@@ -329,9 +298,6 @@ def weight_grad(
         B=B,
         GATHER_A=gather_a,
         TOP_K=top_k,
-        ROWS=tile.rows,
-        COLS=tile.cols,
-        DEPTH=tile.depth,
         **tile.options,
     )
     if n_group > 1:
@@ -456,9 +422,6 @@ def backward(
             TOP_K=top_k,
             GLU=hidden.shape[1] == 2 * H,
             SILU=silu,
-            ROWS=tile.rows,
-            COLS=tile.cols,
-            DEPTH=tile.depth,
             **tile.options,
         )
         d_w_out = weight_grad(activated, d_out, schedule, top_k, False, grad_dtype)

@@ -348,23 +348,23 @@ def route_grad_kernel(
     tl.store(d_logits + first * E + at, d_s, mask=stored)
 
 
-class Stage(NamedTuple):
-    """Norms before and after φ, "none", "l1" or "l2", and φ."""
+def split_stages(phi: str, pre: str, post: str) -> dict[str, str]:
+    """Split a formula into the stage over all experts and the stage over the chosen ones.
 
-    pre: str = "none"
-    phi: str = "identity"
-    post: str = "none"
-
-
-def split_stages(phi: str, pre: str, post: str) -> tuple[Stage, Stage]:
-    """Split a formula into the stage over all experts and the stage over the chosen ones."""
+    Returns:
+        As arguments of the kernels, the norms before and after φ, "none", "l1" or "l2", and φ.
+    """
     norms = {"no": "none", "l1": "l1", "l2": "l2"}
     before = norms[pre[:2]]
     after = norms[post[:2]]
+    after_all = after if post.endswith("all") else "none"
+    after_chosen = after if post.endswith("topk") else "none"
+    over_all = before, phi, after_all
+    chosen = "none", "identity", after_chosen
     if pre.endswith("topk"):
-        return Stage(), Stage(before, phi, after if post.endswith("topk") else "none")
-    over_all = Stage(before, phi, after if post.endswith("all") else "none")
-    return over_all, Stage(post=after if post.endswith("topk") else "none")
+        over_all, chosen = ("none", "identity", "none"), (before, phi, after_chosen)
+    names = "PRE_1", "PHI_1", "POST_1", "PRE_2", "PHI_2", "POST_2"
+    return dict(zip(names, over_all + chosen, strict=True))
 
 
 class Tile(NamedTuple):
@@ -408,7 +408,6 @@ def forward(
     n_program = n_sequence * tile.n_program
     width = 2 * E + SCALARS.value
     sums = torch.empty(n_program, width, dtype=torch.float32, device=logits.device)
-    first, second = split_stages(phi, pre, post)
     with torch.cuda.device_of(logits):
         route_kernel[(n_program,)](
             logits,
@@ -423,12 +422,7 @@ def forward(
             tile.n_program,
             E=E,
             TOP_K=top_k,
-            PRE_1=first.pre,
-            PHI_1=first.phi,
-            POST_1=first.post,
-            PRE_2=second.pre,
-            PHI_2=second.phi,
-            POST_2=second.post,
+            **split_stages(phi, pre, post),
             GAMMA=gamma is not None,
             ROWS=tile.rows,
             BLOCK=tile.block,
@@ -485,7 +479,6 @@ def backward(
     has_gamma = gamma is not None and d_weights is not None
     n_scale = n_program if has_gamma else 0
     d_scale = torch.empty(n_scale, dtype=torch.float32, device=logits.device)
-    first, second = split_stages(phi, pre, post)
     with torch.cuda.device_of(logits):
         route_grad_kernel[(n_program,)](
             logits,
@@ -502,12 +495,7 @@ def backward(
             N,
             E=E,
             TOP_K=experts.shape[1],
-            PRE_1=first.pre,
-            PHI_1=first.phi,
-            POST_1=first.post,
-            PRE_2=second.pre,
-            PHI_2=second.phi,
-            POST_2=second.post,
+            **split_stages(phi, pre, post),
             GAMMA=has_gamma,
             GATES=d_weights is not None,
             BALANCE=d_probability is not None,
