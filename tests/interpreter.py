@@ -30,16 +30,18 @@ def gpu_arithmetic() -> Iterator[None]:
         bits = torch.from_numpy(source.data.copy()).bfloat16().view(torch.uint16)
         return TensorHandle(bits.numpy(), dtype.scalar)
 
+    def binary(function):
+        return lambda self, a, b: self.binary_op(a, b, function)
+
     options = InterpreterOptions(sanitize_overflow=False)
+    as_on_gpu = {
+        "create_fp_trunc": round_to,
+        "create_maxnumf": binary(np.fmax),
+        "create_minnumf": binary(np.fmin),
+    }
     with (
         mock.patch.object(interpreter_builder, "options", options),
-        mock.patch.object(InterpreterBuilder, "create_fp_trunc", round_to),
-        mock.patch.object(
-            InterpreterBuilder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax)
-        ),
-        mock.patch.object(
-            InterpreterBuilder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin)
-        ),
+        mock.patch.multiple(InterpreterBuilder, **as_on_gpu),
     ):
         yield
 

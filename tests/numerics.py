@@ -7,8 +7,9 @@ tools/any_cpu.sh runs the tests marked `numerics` under many of both.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
@@ -19,6 +20,8 @@ SEED = int(os.environ.get("TEST_SEED", 0))
 SHARE = float(os.environ.get("TEST_TOLERANCE", 1))  # of each tolerance that an error may use
 GUARD = 0x7B  # 61280 in float16, 1e36 in bfloat16 and float32
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of inputs and of their references
+# of tensors, or of lists and dicts of them: equal to the bit, and of equal dtypes
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def seeded(number: int = 0, device: str = "cpu") -> torch.Generator:
@@ -62,14 +65,31 @@ def assert_near(
         f"{name}: {tuple(actual.shape)}, wanted {tuple(wanted.shape)}"
     )
     actual, wanted = actual.detach().double(), wanted.detach().double()
-    error, norm = (
-        (actual - wanted).norm().item(),
-        (wanted if size is None else size.double()).norm().item(),
-    )
+    error = (actual - wanted).norm().item()
+    norm = (wanted if size is None else size.double()).norm().item()
     share = error / (tolerance * norm) if norm else 0.0 if error == 0 else math.inf
     relative = error / max(norm, 1e-300)
     message = f"{name}: error {relative:.1e} is {share:.2f} of the tolerance {tolerance:.1e}"
     assert share <= SHARE, message
+
+
+def differentiate(
+    outputs: Sequence[Tensor | None], leaves: Sequence[Tensor | None], upstream: Sequence[Tensor]
+) -> list[Tensor]:
+    """The outputs, detached, and the gradient of each leaf from `upstream`, those of the outputs.
+
+    What is None is left out.
+    """
+    outputs, leaves = ([t for t in tensors if t is not None] for tensors in (outputs, leaves))
+    loss = sum((out * d.to(out)).sum() for out, d in zip(outputs, upstream, strict=False))
+    return [*(out.detach() for out in outputs), *torch.autograd.grad(loss, leaves)]
+
+
+def as_leaves(*tensors: Tensor | None, dtype: torch.dtype | None = None) -> list[Tensor | None]:
+    """Leaves with the values of tensors, in `dtype`; None stays."""
+    return [
+        None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors
+    ]
 
 
 @contextmanager
@@ -92,9 +112,6 @@ def guarded_buffers(guard: int = 2**17) -> Iterator[None]:
         buffer = allocate(0, dtype=dtype, device=device)
         return buffer.set_(raw.untyped_storage(), guard // dtype.itemsize, size)
 
-    def empty_like(like: Tensor) -> Tensor:
-        return empty(like.shape, dtype=like.dtype, device=like.device)
-
     def new_empty(
         like: Tensor, *shape: int, dtype: torch.dtype | None = None, device: object = None
     ) -> Tensor:
@@ -102,7 +119,7 @@ def guarded_buffers(guard: int = 2**17) -> Iterator[None]:
 
     with (
         mock.patch.object(torch, "empty", empty),
-        mock.patch.object(torch, "empty_like", empty_like),
+        mock.patch.object(torch, "empty_like", lambda like: new_empty(like, like.shape)),
         mock.patch.object(Tensor, "new_empty", new_empty),
     ):
         yield

@@ -95,15 +95,13 @@ def test_fresh_models_have_the_norm_on_their_first_batch(name, block):
 
 def test_factor_is_on_top_of_the_routers_own_and_nothing_by_default(monkeypatch):
     assert gate_scale(settings(router="kern", gate_norm=0.0, gate_scale=3.0)) == 3
-    c = {
-        name: GPT(settings(router=name, n_layer=1)).blocks[0].mlp.router.c.item()
-        for name in ("kern", "kern-mc")
-    }
-    assert c["kern-mc"] == pytest.approx(c["kern"], rel=1e-6)
+    models = (GPT(settings(router=name, n_layer=1)) for name in ("kern", "kern-mc"))
+    kern, monte_carlo = (model.blocks[0].mlp.router.c.item() for model in models)
+    assert monte_carlo == pytest.approx(kern, rel=1e-6)
     spec = RouterSpec("tanh", post="l2 over topk")
     assert sample_square(spec, 12, 3, 0.5) == pytest.approx(1, abs=1e-5)
     monkeypatch.setattr(gate_norm, "sample_square", None)  # shapes alone need no estimate
     monkeypatch.setattr("router.monte_carlo_scale", None)
     shapes = parameter_shapes(settings(router="kern", gate_norm=0.0))
-    assert parameter_shapes(settings(router="kern-after")) == shapes
-    assert parameter_shapes(settings(router="kern-mc")) == shapes
+    for name in ("kern-after", "kern-mc"):
+        assert parameter_shapes(settings(router=name)) == shapes

@@ -50,33 +50,38 @@ def test_a_loss_that_is_missing_or_not_finite_differs():
     assert differing == infinite | {"train 7": pytest.approx(2.5e-6, rel=1e-3)}
 
 
-def test_the_command_fails_if_any_router_differs(monkeypatch, capsys):
-    """Here the first of all; the last ones are equal."""
-    made = {router: dict(losses) for router, losses in LOSSES.items()}
-    first, *others = ROUTERS
-    made[first]["train 7"] *= 1.01
+@pytest.fixture
+def compare(monkeypatch):
+    """A function: `compare(losses, *arguments)` runs the command as if routers trained to these."""
+
+    def compare(losses, *arguments):
+        monkeypatch.setattr(golden, "train_router", lambda router, folder: losses[router])
+        return golden.main([*arguments])
+
     monkeypatch.setattr(golden, "write_corpus", lambda folder: None)
-    monkeypatch.setattr(golden, "train_router", lambda router, folder: made[router])
-    assert golden.main([]) == 1
+    return compare
+
+
+def test_the_command_fails_if_any_router_differs(compare, capsys):
+    """Here the first of all; the last ones are equal."""
+    first, *others = ROUTERS
+    assert (
+        compare(LOSSES | {first: LOSSES[first] | {"train 7": 1.01 * LOSSES[first]["train 7"]}}) == 1
+    )
     lines = capsys.readouterr().out.splitlines()
     assert re.search(rf"^{first} +1\.0e-02  differs first: train 7$", lines[0])
     assert len(lines) == len(others) + 1 and all("within 2e-06" in line for line in lines[1:])
 
 
-def test_an_update_leaves_the_rows_that_are_within_the_tolerance(monkeypatch, tmp_path):
+def test_an_update_leaves_the_rows_that_are_within_the_tolerance(compare, monkeypatch, tmp_path):
     """Another machine rounds differently: a new router's commit changes no other row."""
     text = golden.FILE.read_text()
-    file = tmp_path / "golden.json"
-    old = json.loads(text)
-    new = list(ROUTERS)[-1]
-    of_new = old["losses"].pop(new)
-    file.write_text(json.dumps(old))
-    monkeypatch.setattr(golden, "FILE", file)
-    monkeypatch.setattr(golden, "write_corpus", lambda folder: None)
-    rounded = {
-        router: {name: loss * (1 + 1e-7 * (router != new)) for name, loss in row.items()}
-        for router, row in LOSSES.items()
-    }
-    monkeypatch.setattr(golden, "train_router", lambda router, folder: rounded[router])
-    assert golden.main(["--update"]) == 0
-    assert file.read_text() == text and of_new == LOSSES[new]
+    monkeypatch.setattr(golden, "FILE", tmp_path / "golden.json")
+    *others, new = ROUTERS
+    old = {router: LOSSES[router] for router in others}
+    golden.FILE.write_text(json.dumps(json.loads(text) | {"losses": old}))
+    rounded = {}
+    for router, row in old.items():
+        rounded[router] = {name: loss * (1 + 1e-7) for name, loss in row.items()}
+    assert compare(rounded | {new: LOSSES[new]}, "--update") == 0
+    assert golden.FILE.read_text() == text

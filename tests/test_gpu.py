@@ -87,15 +87,18 @@ def test_ddp_and_fsdp_on_one_rank_learn_as_the_model_alone_does(on, one_rank, de
     """And as in float32. FSDP2 starts from weights on the CPU, as in train.py."""
     config, dtype = on(device, dtype), getattr(torch, dtype)
 
+    def alone(model, ranks):
+        return model.to(device)
+
     def copied(model, ranks):
         return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
 
     def sharded(model, ranks):
         return distribute(model, "fsdp", ranks, dtype)
 
-    wanted = learn(config, dtype, lambda model, ranks: model.to(device))
+    wanted = learn(config, dtype, alone)
     assert wanted[-1] < wanted[0] - 0.5
-    assert_alike(wanted, learn(config, torch.float32, lambda model, ranks: model.to(device)), dtype)
+    assert_alike(wanted, learn(config, torch.float32, alone), dtype)
     for wrap in (copied, sharded):
         assert_alike(learn(config, dtype, wrap), wanted, dtype)
 
@@ -131,11 +134,7 @@ def test_compiled_run_learns_as_an_eager_one_does(on, dtype):
     losses = []
     for compile in ("false", "true"):
         torch._dynamo.reset()
-        own = [
-            f"run.name=compile-{compile}",
-            f"train.compile={compile}",
-            f"train.max_steps={STEPS}",
-        ]
+        own = [f"train.compile={compile}", f"run.name={compile}", f"train.max_steps={STEPS}"]
         losses.append(column(run(on("cuda", dtype, *own)), "val/loss"))
     assert_alike(*losses, getattr(torch, dtype))
     assert len(losses[0]) > 1
@@ -147,19 +146,15 @@ def test_the_kernels_that_run_are_those_meant_for_the_device(on):
     determinism never by cuDNN.
     """
     device, (capability, _) = torch.device("cuda"), torch.cuda.get_device_capability()
-    model, x = (
-        GPT(on("cuda", "float16").model).to(device),
-        torch.zeros(2, 16, dtype=torch.int64, device=device),
-    )
+    model = GPT(on("cuda", "float16").model).to(device)
+    x = torch.zeros(2, 16, dtype=torch.int64, device=device)
+    kernels = {"up_kernel", "rows", "down_grad_kernel", "weight_grad_kernel"}
     for deterministic in (False, True):
         with torch.profiler.profile() as profile, attention_kernels(device, deterministic):
             with torch.autocast("cuda", torch.float16):
                 model(x, x).loss.backward()
             torch.cuda.synchronize()
         names = " ".join(event.key for event in profile.key_averages())
-        assert all(
-            kernel in names
-            for kernel in ("up_kernel", "rows", "down_grad_kernel", "weight_grad_kernel")
-        )
+        assert all(kernel in names for kernel in kernels)
         assert ("cudnn_attention" in names) == (capability >= 9 and not deterministic)
         assert ("flash_attention" in names) == (capability < 9 or deterministic)

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import sysconfig
 
-import numpy as np
 import pytest
 import torch
+from corpora import write_tree
 from numerics import SEED, SHARE, assert_near, seeded, tolerance
 from runs import REPO_ROOT, column, run
 
@@ -63,14 +63,22 @@ def rename(model):
 @pytest.fixture
 def small(monkeypatch, tmp_path, corpus):
     """Settings of a small KERN run of the quickstart on the tiny corpus; nano.py gets its sizes."""
-    overrides = [f"{key}={value}" for key, value in SMALL.items()]
-    overrides += ["model.router=kern", "data.name=tiny", f"data.dir={corpus}"]
-    overrides += [f"run.dir={tmp_path}"]
-    overrides += ["train.micro_batch_size=4", "train.device=cpu", "train.checkpoint_interval=5000"]
-    overrides += ["eval.interval=50", "eval.windows=4", "log.interval=1", f"run.seed={SEED}"]
+    others = {
+        "model.router": "kern",
+        "data.name": "tiny",
+        "data.dir": corpus,
+        "run.dir": tmp_path,
+        "run.seed": SEED,
+        "train.micro_batch_size": 4,
+        "train.device": "cpu",
+        "train.checkpoint_interval": 5000,
+        "eval.interval": 50,
+        "eval.windows": 4,
+        "log.interval": 1,
+    }
     for key, value in SMALL.items():
         monkeypatch.setattr(nano, key.split(".")[1], value)
-    return configure.load(QUICKSTART, overrides)
+    return configure.load(QUICKSTART, [f"{key}={value}" for key, value in (SMALL | others).items()])
 
 
 @pytest.mark.numerics
@@ -83,9 +91,8 @@ def test_the_losses_are_those_of_train(small):
     loader = Loader(tokens, small.model.block_size, small.train.batch_size, small.run.seed)
     batches = []
     for step in range(small.train.max_steps):
-        inputs, targets = loader.batch(step)
-        windows = np.concatenate((inputs, targets[:, -1:]), axis=1)  # (B, T + 1)
-        batches.append(torch.from_numpy(windows))
+        inputs, targets = (torch.from_numpy(part) for part in loader.batch(step))
+        batches.append(torch.cat((inputs, targets[:, -1:]), dim=1))  # (B, T + 1)
     losses = list(nano.train(model, batches))
     assert len(losses) == 50 and losses[0] > 5 > 3 > losses[-1]
     assert losses == pytest.approx(losses_of_train, abs=1e-5 * SHARE, rel=0)
@@ -124,10 +131,8 @@ def test_the_settings_are_those_of_the_quickstart():
     wanted = dict(config.model) | dict(config.train) | dict(config.optim)
     wanted["end_of_text"] = ByteTokenizer.eot
     wanted["skips"] = STDLIB_SKIPS
-    settings = {}
-    for statement in ast.parse(FILE.read_text()).body:
-        if isinstance(statement, ast.Assign):
-            settings[statement.targets[0].id] = ast.literal_eval(statement.value)
+    statements = [part for part in ast.parse(FILE.read_text()).body if isinstance(part, ast.Assign)]
+    settings = {part.targets[0].id: ast.literal_eval(part.value) for part in statements}
     assert settings.pop("min_lr") == pytest.approx(config.optim.lr * config.optim.min_lr_ratio)
     assert settings.pop("temperature") == 0.8  # the default of scripts/sample.py
     assert len(settings) == 19
@@ -136,31 +141,23 @@ def test_the_settings_are_those_of_the_quickstart():
 
 def test_the_text_is_that_of_the_quickstart(tmp_path, monkeypatch):
     modules = ["a.py", "a/b.py", "a-b.py", "B.py", "test/a.py", "a/site-packages/b.py", "c.txt"]
-    texts = {name: f"{name} = 'é'\n" for name in modules}
-    texts |= {"empty.py": "", "blank.py": " \n"}
-    for name, text in texts.items():
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True, parents=True)
-        file.write_text(text, encoding="utf-8")
+    texts = {name: f"{name} = 'é'\n" for name in modules} | {"empty.py": "", "blank.py": " \n"}
+    write_tree(tmp_path, {name: text.encode() for name, text in texts.items()})
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    raw = []
-    for file in stdlib_inputs():
-        raw.extend(read_documents(file, "text"))
+    raw = [part for file in stdlib_inputs() for part in read_documents(file, "text")]
     prepared = Encoder(ByteTokenizer(), val_fraction=0.5)(raw)
     tokens = nano.read_text().tolist()
-    assert len(tokens) == len(prepared.train) + len(prepared.val)
     documents = split_documents(tokens)
     assert len(documents) == 4
-    assert sorted(documents) == sorted(split_documents([*prepared.train, *prepared.val]))
+    wanted = [*prepared.train, *prepared.val]
+    assert len(tokens) == len(wanted) and documents == split_documents(wanted)
 
 
 def test_no_window_of_validation_is_trained_on():
     """By the statements of the command that choose windows, on tokens 0, 1, 2, …"""
     (command,) = [part for part in ast.parse(FILE.read_text()).body if isinstance(part, ast.If)]
-    statements = []
-    for part in command.body:
-        if isinstance(part, ast.Assign) and re.search("windows|rows|batches", part.targets[0].id):
-            statements.append(part)
+    kinds = re.compile("(train_|val_)?(windows|rows|batches) = ")
+    statements = [part for part in command.body if kinds.match(ast.unparse(part))]
     n_window = 2400
     tokens = torch.arange(nano.block_size * n_window + 1)
     scope = vars(nano) | {"read_text": lambda: tokens}
@@ -173,28 +170,22 @@ def test_no_window_of_validation_is_trained_on():
 
 
 def split_documents(tokens):
-    """The text of each document, as bytes."""
+    """The tokens of each document, sorted."""
     documents = [[]]
     for token in tokens:
+        documents[-1].append(token)
         if token == ByteTokenizer.eot:
             documents.append([])
-        else:
-            documents[-1].append(token)
     assert documents.pop() == []  # end-of-text is the last token
-    return [bytes(document) for document in documents]
+    return sorted(documents)
 
 
 def test_it_is_short_and_needs_torch_alone():
     lines = FILE.read_text().splitlines()
     assert len(lines) <= 200
     assert max(map(len, lines)) <= 100
-    packages = set()
-    for node in ast.walk(ast.parse(FILE.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            packages.add(node.module.split(".")[0])
-        elif isinstance(node, ast.Import):
-            packages.update(alias.name.split(".")[0] for alias in node.names)
-    assert packages - sys.stdlib_module_names == {"torch"}
+    packages = re.findall(r"^(?:from|import) (\w+)", FILE.read_text(), re.MULTILINE)
+    assert {*packages} - sys.stdlib_module_names == {"torch"}
 
 
 @pytest.mark.integration

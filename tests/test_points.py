@@ -22,6 +22,11 @@ LINKED = f"""
 """
 
 
+def name_runs(file, *overrides):
+    """The names of the runs of a sweep, in order."""
+    return [load(file, point).run.name for point in sweep_points(file, overrides)]
+
+
 def test_points_are_the_product_in_file_order(write):
     file = write(SWEEP)
     points = sweep_points(file, ["--run.seed=1"])
@@ -86,11 +91,12 @@ def test_linked_keys_take_their_values_row_by_row(write):
     shapes = [(c.model.n_expert, c.model.top_k, c.model.expert_hidden) for c in configs[::2]]
     assert shapes == SHAPES
     names = [f"g-kern-n_expert{n}-{text}" for n in (32, 64, 256) for text in ("books3", "arxiv")]
-    assert [c.run.name for c in configs] == names
+    assert name_runs(file) == names
     # the first key's values repeat, the last's do not
     file = write('sweep."model.n_expert, model.top_k" = [[32, 4], [64, 8], [64, 16]]', "g.toml")
-    names = [load(file, point).run.name for point in sweep_points(file)]
-    assert names == [f"g-kern-n_expert{n}-top_k{k}" for n, k in ((32, 4), (64, 8), (64, 16))]
+    assert name_runs(file) == [
+        f"g-kern-n_expert{n}-top_k{k}" for n, k in ((32, 4), (64, 8), (64, 16))
+    ]
     file = write(LINKED, "g.toml")
     given = ["--model.top_k=2"]
     text = refuse(load, file, given)  # they are overridden together
@@ -103,12 +109,12 @@ def test_linked_keys_take_their_values_row_by_row(write):
 
 def test_a_list_on_the_command_line_is_an_axis(write):
     file = write(SWEEP)
-    points = sweep_points(file, ["--run.seed=[0, 1]", "--optim.lr=[0.5]", "--log.interval=3"])
-    rows = [("dense", 0), ("dense", 1), ("kern", 0), ("kern", 1)]
-    point = "--log.interval=3 --model.router={} --optim.lr=0.5 --run.seed={}"
-    assert [" ".join(overrides) for overrides in points] == [point.format(*row) for row in rows]
-    names = [load(file, point).run.name for point in points]
-    assert names == [f"x-{router}-lr0.5-seed{seed}" for router, seed in rows]
+    axes = ["--run.seed=[0, 1]", "--optim.lr=[0.5]"]
+    assert name_runs(file, *axes) == [
+        f"x-{router}-lr0.5-seed{seed}" for router in ("dense", "kern") for seed in (0, 1)
+    ]
+    point = ["--log.interval=3", "--model.router=dense", "--optim.lr=0.5", "--run.seed=0"]
+    assert sweep_points(file, [*axes, "--log.interval=3"])[0] == point
     assert len(sweep_points(file, ['--model.router=["kern"]'])) == 2
     text = refuse(sweep_points, file, ['--run.seed=[0, "x"]'])
     assert text.startswith("command line: ") and "run.seed = 'x': " in text

@@ -10,7 +10,14 @@ import pytest
 import test_kernels
 import torch
 from interpreter import like_gpu  # noqa: F401
-from numerics import DEVICE, assert_near, guarded_buffers, seeded, tolerance
+from numerics import (
+    DEVICE,
+    assert_equal,
+    assert_near,
+    guarded_buffers,
+    seeded,
+    tolerance,
+)
 from test_kernels import CASES, FORMS, make_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +31,7 @@ pytest.importorskip("triton")
 
 
 from kernels import triton_experts  # noqa: E402
+from kernels.triton_schedule import Schedule  # noqa: E402
 
 # many tiles, full and partial, even in small matrices
 SMALL = triton_experts.Tile(32, 16, 16, 4, 2)
@@ -35,17 +43,15 @@ TILED = {
     "no token": CASES["no token"],
     "one expert": CASES["one expert"],
     "every expert": (40, 8, 6, 3, 3),
-    "idle expert": (40, 8, 6, 4, 2),
-    "all on one expert": (80, 8, 6, 7, 1),
+    "idle": (40, 8, 6, 4, 2),
+    "collapsed": (80, 8, 6, 7, 1),
     "zero gates": CASES["zero gates"],
 }
 FEW = (9, 5, 7, 3, 2)  # N, C, H, E, K: a few tiles of SMALL, each of which takes 20 ms
 DTYPES = triton_experts.DTYPES
 SIZES = {"n_layer": 3, "n_head": 2, "n_embd": 16, "block_size": 4, "vocab_size": 40}
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-assert triton_experts.INTERPRETED or torch.cuda.is_available(), (
-    "kernels were imported before conftest.py could set it"
-)
+on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter")
+assert triton_experts.INTERPRETED or DEVICE == "cuda", "imported before conftest.py could set it"
 
 
 @pytest.mark.parametrize(
@@ -71,9 +77,14 @@ def small_tiles(monkeypatch):
 
 
 def run_backend(leaves, experts, d_out, backend="triton", **more):
-    """[output, four gradients], computed in guarded buffers."""
+    """[output, four gradients], in guarded buffers, of strided inputs, which are left alone."""
+    inputs = [t.mT.contiguous().mT for t in (*leaves, experts, d_out)]
+    before = [t.clone() for t in inputs]
+    *leaves, experts, d_out = inputs
     with guarded_buffers():
-        return test_kernels.run_backend(leaves, experts, d_out, backend, **more)
+        results = test_kernels.run_backend(leaves, experts, d_out, backend, **more)
+    assert_equal(inputs, before)
+    return results
 
 
 assert_equals_reference = partial(test_kernels.assert_equals_reference, run=run_backend)
@@ -86,8 +97,8 @@ assert_equals_reference = partial(test_kernels.assert_equals_reference, run=run_
     [(case, torch.float32, "gelu") for case in TILED]
     + [("typical", torch.float32, form) for form in FORMS if form != "gelu"]
     + [
-        ("idle expert", torch.float32, "gated silu"),
-        ("idle expert", torch.bfloat16, "gelu"),
+        ("idle", torch.float32, "gated silu"),
+        ("idle", torch.bfloat16, "gelu"),
         ("one token", torch.float16, "gelu"),
     ],
 )
@@ -156,45 +167,32 @@ def test_equals_reference_with_the_tiles_of_a_gpu(dtype, form):
     [(1, 9), (57, 9), (600, 9), (20, 300)],
 )
 def test_rows_are_sorted_by_expert_and_by_token(N, n_expert):
-    experts = make_inputs(N, 1, 1, n_expert, 3, "idle expert")[1]
+    experts = make_inputs(N, 1, 1, n_expert, 3, "idle")[1]
     order, inverse, offsets, table = triton_experts.sort_rows(experts, n_expert, 16)
-    assert torch.equal(order.long(), experts.flatten().argsort(stable=True))
-    assert torch.equal(order[inverse.long()], torch.arange(N * 3, dtype=torch.int32))
-    assert torch.equal(offsets.diff().long(), experts.flatten().bincount(minlength=n_expert))
-    rows = enumerate(offsets.unfold(0, 2, 1).tolist())
-    tiles = [[e, row, end] for e, (first, end) in rows for row in range(first, end, 16)]
-    *listed, number = table.split([3] * (len(table) // 3) + [1])
-    unused = [[0, 0, 0]] * (len(listed) - len(tiles))
-    assert number == len(tiles) and [tile.tolist() for tile in listed] == tiles + unused
-    assert {t.dtype for t in (order, inverse, offsets, table)} == {torch.int32}
-
-
-@on_cpu
-def test_inputs_of_any_strides_are_left_alone(small_tiles):
-    leaves, experts, d_out = make_inputs(*FEW)
-    wanted = run_backend(leaves, experts, d_out)
-    strided = [t.mT.contiguous().mT for t in leaves]
-    assert not any(t.is_contiguous() for t in strided)
-    before = [t.clone() for t in (*strided, experts, d_out)]
-    got = run_backend(strided, experts.mT.contiguous().mT, d_out.mT.contiguous().mT)
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(before, (*strided, experts, d_out), strict=True))
-    out = expert_mlp(*[t.requires_grad_() for t in leaves], experts, "triton")
-    out.sum().backward()  # whose gradient has strides of 0
-    assert torch.equal(leaves[0].grad, run_backend(leaves, experts, torch.ones_like(d_out))[1])
+    flat = experts.flatten()
+    assert_equal(order, flat.argsort(stable=True).int())
+    assert_equal(order[inverse.long()], torch.arange(N * 3, dtype=torch.int32))
+    assert_equal(offsets.diff(), flat.bincount(minlength=n_expert).int())
+    tiles = torch.zeros(len(table) // 3, 3, dtype=torch.int32)
+    count = 0
+    for expert, end in enumerate(offsets[1:]):
+        for row in range(offsets[expert], end, 16):
+            tiles[count] = torch.tensor([expert, row, end])
+            count += 1
+    assert table.tolist() == [*tiles.flatten().tolist(), count]
+    assert inverse.dtype == table.dtype == torch.int32
 
 
 @on_cpu
 @pytest.mark.numerics
-def test_more_than_2_to_the_31_elements(tmp_path):
+def test_more_than_2_to_the_31_elements(tmp_path, monkeypatch):
     """With a 32-bit offset, element 2^32 would be element 0."""
 
-    def virtual(*shape, dtype=torch.float16):
+    def virtual(*shape, dtype=torch.float16, device="cpu"):
         """Zeros in a sparse file, which take space only where they are written to."""
-        file = tmp_path / str(len(list(tmp_path.iterdir())))
-        return torch.from_file(
-            str(file), shared=True, size=torch.Size(shape).numel(), dtype=dtype
-        ).view(shape)
+        file = str(tmp_path / str(len(list(tmp_path.iterdir()))))
+        size = torch.Size(shape).numel()
+        return torch.from_file(file, shared=True, size=size, dtype=dtype).view(shape)
 
     def assert_same(actual, wanted):
         assert_near(actual, wanted, tolerance(actual.dtype, 64))
@@ -202,49 +200,42 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     # All numbers are positive: in a sum that cancels, relative errors have no bound.
     far, width, some = 2**26, 64, seeded()
     near = torch.rand(3, width, generator=some).half()
-    tall, out, gated = (virtual(far + 3, width) for _ in range(3))
-    tall[far:] = near
     w = (torch.rand(1, width, width, generator=some) / width).half()
     wanted = (near.float() @ w[0].float()).half()
-    ends = torch.tensor([far, far + 3], dtype=torch.int32)
-
-    tile = torch.tensor([0, far, far + 3], dtype=torch.int32)
-    triton_experts.rows_kernel[(1,)](tall, w, tile, out, width, width, False, 64, 64, 64)
-    assert_same(out[far:], wanted)
-    out[far:] = 0
-
-    order, gates = virtual(far + 3, dtype=torch.int32), virtual(far + 3, dtype=torch.float32)
-    sides = width, width, 1, False, False
-    order[far:] = torch.arange(far, far + 3)
-    gates[far:] = 1
-    triton_experts.up_kernel[(1,)](
-        tall, w, w, gates, order, tile, out, gated, *sides, False, 64, 64, 64
+    wide = 2**15  # the fifth expert's matrix starts at 2^32
+    rows = torch.rand(3, wide, generator=some).half()
+    monkeypatch.setattr(torch, "empty", virtual)
+    tall, order, gates = (
+        virtual(far + 3, width),
+        virtual(far + 3, dtype=torch.int32),
+        virtual(far + 3, 1),
     )
-    assert_same(out[far:], wanted)
-    assert_same(gated[far:], torch.nn.functional.gelu(wanted))
+    tall[far:], gates[far:] = near, 1
+    order[far:] = torch.arange(far, far + 3)
+    table = torch.tensor([0, far, far + 3, 1], dtype=torch.int32)
+    for capability in (8, 9):
+        monkeypatch.setattr(triton_experts, "major", lambda device, major=capability: major)
+        out = triton_experts.multiply_rows(tall, w, table, 64, False)
+        assert_same(out[far:], wanted)
+        out, gated = triton_experts.multiply_up(tall, w, width, gates, order, table, 64, False)
+        assert_same(out[far:], wanted)
+        assert_same(gated[far:], torch.nn.functional.gelu(wanted))
 
     order[far:] = torch.arange(3)
-    d_w = torch.zeros(1, width, width)
-    all_rows = torch.tensor([0, 1, 0, far + 3], dtype=torch.int32)
-    tail = True, 1, 64, 64, 64  # GATHER_A, TOP_K and the tile
-    triton_experts.weight_grad_kernel[(1,)](
-        near, tall, order, ends, all_rows, d_w, d_w, width, width, *tail
-    )
+    schedule = Schedule(order, order, torch.tensor([far, far + 3], dtype=torch.int32), table)
+    d_w = triton_experts.weight_grad(near, tall, schedule, 1, True, torch.float32)
     assert_same(d_w[0], near.float().T @ near.float())
+    ends = torch.tensor([far - 1, far + 2], dtype=torch.int32)
+    assert_same(triton_experts.combine(tall, ends, 2)[0], near[2])  # and a row of zeros
 
-    wide = 2**15  # the fifth expert's matrix starts at 2^32
-    d_w, bounds = virtual(5, wide, wide, dtype=torch.float32), torch.zeros(6, dtype=torch.int32)
-    bounds[-1] = 3
-    rows = torch.rand(3, wide, generator=some).half()
+    d_w = virtual(5, wide, wide, dtype=torch.float32)
+    bounds = torch.tensor([0, 0, 0, 0, 0, 3], dtype=torch.int32)
     share = torch.tensor([4, 5, 0, 3], dtype=torch.int32)
     triton_experts.weight_grad_kernel[(1,)](
-        rows, rows, order[far:], bounds, share, d_w, d_w, wide, wide, *tail
+        rows, rows, order[far:], bounds, share, d_w, d_w, wide, wide, True, 1, 64, 64, 64
     )
     corner = rows[:, :64].float()
     assert_same(d_w[4, :64, :64], corner.T @ corner)
-
-    triton_experts.combine_kernel[(1,)](tall, ends - 1, out, 1, width, 2, 4, 64)
-    assert_same(out[0], near[2])  # and the row before `far`, of zeros
 
 
 @on_cpu
@@ -274,27 +265,24 @@ def test_model_compiles_into_two_graphs(monkeypatch, checkpointing):
     compile_blocks(model)
     got = run(model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert_equal(got, wanted)
 
 
 @on_cpu
 def test_experts_of_torch_are_not_traced(monkeypatch):
     """Their products' sizes depend on the loads."""
-    traced, make_parts = [], torch_grouped.make_parts
+    traced = []
 
-    def note_and_make(*arguments):
+    def note(x, *others):
         traced.append(torch.compiler.is_compiling())
-        return make_parts(*arguments)
+        return x
 
-    monkeypatch.setattr(torch_grouped, "make_parts", note_and_make)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setitem(kernels.BACKENDS, "torch", torch_grouped.expert_mlp)
-    torch._dynamo.reset()
-    model = GPT(Model(**SIZES, n_expert=2, top_k=1, expert_hidden=24, backend="torch"))
-    compile_blocks(model)
-    idx = torch.randint(40, (1, 4))
-    model(idx, idx).loss.backward()
-    assert traced == [False] * 3
+    monkeypatch.setattr(torch_grouped, "expert_mlp", note)
+    monkeypatch.setitem(kernels.BACKENDS, "torch", None)
+    kernels.prepare_compile()
+    leaves, experts, _ = make_inputs(*FEW)
+    torch.compile(expert_mlp, backend="eager")(*leaves, experts, "torch")
+    assert traced == [False]
 
 
 @on_cpu
@@ -303,11 +291,11 @@ def test_gradients_of_weights_are_not_rounded_under_autocast(small_tiles):
     can be.
     """
     leaves, experts, d_out = make_inputs(*TILED["typical"])
-    leaves = [t.bfloat16().float() for t in leaves[:3]] + leaves[3:]
     with torch.autocast("cpu", torch.bfloat16):
-        got = run_backend(leaves, experts, d_out.bfloat16())
-    assert all(t.dtype == torch.float32 for t in got[2:4])
-    assert not any(torch.equal(t, t.bfloat16().float()) for t in got[2:4])
+        d_w_in, d_w_out = run_backend(leaves, experts, d_out.bfloat16())[2:4]
+    for gradient in (d_w_in, d_w_out):
+        assert gradient.dtype == torch.float32
+        assert not gradient.equal(gradient.bfloat16().float())
 
 
 class CheckFakes(TorchDispatchMode):
@@ -351,31 +339,25 @@ def test_operators_are_as_their_fakes(dtype, update, small_tiles):
 
 @on_cpu
 def test_where_triton_cannot_run(monkeypatch):
-    leaves, experts, d_out = make_inputs(*CASES["one token"])
-    with pytest.raises(
-        ValueError, match="'triton' does not compute in torch.float64: use float16.*'auto'"
-    ):
-        run_backend([t.double() for t in leaves], experts, d_out.double())
+    leaves, experts, _ = make_inputs(*CASES["one token"])
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+
+    def refuse(words, dtype=torch.float16):
+        with pytest.raises(ValueError, match=words):
+            kernels.choose_backend("triton", cpu, dtype)
+
+    refuse("'triton' does not compute in torch.float64: use float16.*'auto'", torch.float64)
     monkeypatch.setattr(triton_experts, "INTERPRETED", False)
-    with pytest.raises(
-        ValueError,
-        match="'triton' does not run on cpu: use a CUDA device, or set TRITON_INTERPRET=1",
-    ):
-        run_backend(leaves, experts, d_out)
-    cuda = torch.device("cuda")
-    for capability, problem in (((7, 5), "compute capability 8.0"), ((8, 0), "")):
-        device = {
-            "get_device_capability": lambda d, c=capability: c,
-            "get_device_name": lambda d: "Tesla T4",
-        }
-        with mock.patch.multiple(torch.cuda, **device):
-            assert problem in kernels.find_triton_problem(cuda, torch.float16)
-            wanted = "torch" if problem else "triton"
+    refuse("'triton' does not run on cpu: use a CUDA device, or set TRITON_INTERPRET=1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    for capability, wanted in (((7, 5), "torch"), ((8, 0), "triton")):
+        with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
             assert kernels.choose_backend("auto", cuda, torch.float16) == wanted
+            problem = kernels.find_triton_problem(cuda, torch.float16)
+            assert ("T4: use a GPU of compute capability 8.0" in problem) == (wanted == "torch")
     monkeypatch.setattr(kernels, "triton", None)
     monkeypatch.setitem(sys.modules, "kernels.triton_kernels", None)
-    with pytest.raises(ValueError, match="'triton' needs Triton"):
-        run_backend(leaves, experts, d_out)
+    refuse("'triton' needs Triton")
     assert torch.equal(expert_mlp(*leaves, experts), expert_mlp(*leaves, experts, "torch"))
 
 
@@ -389,31 +371,13 @@ FULL = {  # N, C, H, E, K
 }
 
 
-def make_full_inputs(name, routing, dtype):
-    """Arguments on the GPU with weights of a model's scale; routing: balanced, skewed, collapsed or
-    idle.
-    """
-    N, C, H, E, K = FULL[name]
-    some = seeded(device=DEVICE)
-    x, w_in, w_out, d_out = (
-        torch.randn(shape, generator=some, device=DEVICE) * scale
-        for shape, scale in (((N, C), 1), ((E, C, H), C**-0.5), ((E, H, C), H**-0.5), ((N, C), 1))
-    )
-    scores = torch.rand(N, E, generator=some, device=DEVICE)
-    if routing == "skewed":
-        scores /= torch.arange(1, E + 1, device=DEVICE) ** 0.5
-    if routing == "collapsed":
-        scores[:, :K] += 1
-    if routing == "idle":
-        scores[:, K::2] -= 1
-    weights, experts = scores.topk(K)
-    return [x.to(dtype), w_in.to(dtype), w_out.to(dtype), weights], experts, d_out.to(dtype)
-
-
 @pytest.mark.numerics
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("routing", ["balanced", "skewed", "collapsed", "idle"])
 @pytest.mark.parametrize("name", FULL)
 def test_equals_reference_in_full_size_on_gpu(name, routing, dtype):
-    assert_equals_reference(*make_full_inputs(name, routing, dtype))
+    """With weights of a model's scale."""
+    _, C, H, *_ = FULL[name]
+    (x, w_in, w_out, weights), *more = make_inputs(*FULL[name], routing, dtype, DEVICE)
+    assert_equals_reference([x, w_in * C**-0.5, w_out * H**-0.5, weights], *more)

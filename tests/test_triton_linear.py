@@ -6,7 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreter import like_gpu  # noqa: F401
-from numerics import DEVICE, assert_near, guarded_buffers, seeded, tolerance
+from numerics import (
+    DEVICE,
+    as_leaves,
+    assert_equal,
+    assert_near,
+    differentiate,
+    guarded_buffers,
+    seeded,
+    tolerance,
+)
 
 import kernels
 
@@ -26,16 +35,11 @@ def make_inputs(N, C, E):
     return [torch.randn(shape, generator=some).to(DEVICE) for shape in shapes]
 
 
-def collect(function, x, weight, bias, d):
+def run(function, *inputs, dtype=None):
     """The logits and the gradient of each input."""
-    leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
-    out = function(*leaves, *([None] if bias is None else []))
-    return [out.detach(), *torch.autograd.grad(out, leaves, d)]
-
-
-def run(*inputs):
+    *leaves, d = as_leaves(*inputs, dtype=dtype)
     with guarded_buffers():
-        return collect(triton_linear.multiply_by_weight, *inputs)
+        return differentiate([function(*leaves)], leaves, [d])
 
 
 @pytest.mark.numerics
@@ -43,9 +47,9 @@ def run(*inputs):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_float64(shape, has_bias):
     x, weight, bias, d = make_inputs(*shape)
-    bias = bias if has_bias else None
-    wide = [None if t is None else t.double() for t in (x, weight, bias, d)]
-    for a, b in zip(run(x, weight, bias, d), collect(F.linear, *wide), strict=True):
+    inputs = x, weight, bias if has_bias else None, d
+    wanted = run(F.linear, *inputs, dtype=torch.float64)
+    for a, b in zip(run(triton_linear.multiply_by_weight, *inputs), wanted, strict=True):
         assert_near(a, b, tolerance(torch.float32, max(shape)))
 
 
@@ -54,13 +58,13 @@ def test_where_the_kernel_runs():
     x, weight, bias, _ = make_inputs(6, 16, 4)
     split = triton_linear.forward(x, weight, bias)
     plain = F.linear(x, weight, bias)
-    assert torch.equal(kernels.linear(x, weight, bias, "triton"), split)
-    assert torch.equal(kernels.linear(x, weight, bias, "torch"), plain)
+    assert_equal(kernels.linear(x, weight, bias, "triton"), split)
+    assert_equal(kernels.linear(x, weight, bias, "torch"), plain)
     wide = [t.double() for t in (x, weight, bias)]
     assert kernels.linear(*wide, "auto").dtype == torch.float64
     for limit in ({"LARGEST": 3}, {"CAPABILITY": 8}):
         with mock.patch.multiple(triton_linear, **limit):
-            assert torch.equal(kernels.linear(x, weight, bias, "triton"), plain)
+            assert_equal(kernels.linear(x, weight, bias, "triton"), plain)
 
 
 @pytest.mark.numerics
@@ -70,16 +74,15 @@ def test_where_the_kernel_runs():
 )
 def test_errs_no_more_than_float32_in_full_size_on_gpu(N, C, E, K):
     """Experts chosen by the logits differ from float32's no more often than its from float64's."""
-    if DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != triton_linear.CAPABILITY:
+    if torch.cuda.get_device_capability()[0] != triton_linear.CAPABILITY:
         pytest.skip("these kernels are for another GPU")
-    x, weight, bias, d = make_inputs(N, C, E)
-    weight *= 0.02
-    inputs = (x, weight, bias, d)
-    ours, again, plain = run(*inputs), run(*inputs), collect(F.linear, *inputs)
-    wide = collect(F.linear, *(t.double() for t in inputs))
+    inputs = make_inputs(N, C, E)
+    inputs[1] *= 0.02
+    ours, again = (run(triton_linear.multiply_by_weight, *inputs) for _ in range(2))
+    plain, wide = (run(F.linear, *inputs, dtype=dtype) for dtype in (None, torch.float64))
     for a, b, exact in zip(ours, plain, wide, strict=True):
         assert (a - exact).norm() <= 1.05 * (b - exact).norm()
-    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    assert_equal(ours, again)
     chosen = [t[0].topk(K).indices.sort(1).values for t in (ours, plain, wide)]
     differs = [(a != b).any(1).sum() for a, b in zip(chosen, chosen[1:], strict=False)]
     assert differs[0] <= 2 * differs[1] + 2  # few of thousands: numbers of chance
