@@ -127,8 +127,7 @@ class Tokens:
         Raises:
             DataError: an id is not in the vocabulary. A GPU would stop with a nameless assertion.
         """
-        if not 0 <= start <= start + count <= len(self):
-            raise IndexError(f"tokens [{start}, {start + count}) of {len(self)}")
+        assert 0 <= start <= start + count <= len(self)
         self._touched += FAULT_BYTES + 2 * count
         if self._touched > RELEASE_BYTES:
             self._release_pages()
@@ -219,7 +218,7 @@ def check_dataset(folder: Path, vocab_size: int) -> Meta:
     check_lengths(folder, meta)
     shards = list_shards(meta)
     if sum(2 * shard.tokens for shard in shards) <= HASHED_BYTES:
-        for shard, (_, faults) in scan_shards(folder, shards, meta.tokenizer):
+        for shard, faults in scan_shards(folder, shards, meta.tokenizer):
             if faults:
                 raise DataError(f"{folder / shard.name}: {faults[0]}. {name_remedy(meta, folder)}")
     return meta
@@ -248,7 +247,7 @@ def scan_shards(
     shards: Sequence[Shard],
     tokenizer: TokenizerInfo,
     progress: Callable[[int], object] = lambda tokens: None,
-) -> Iterator[tuple[Shard, tuple[int, list[str]]]]:
+) -> Iterator[tuple[Shard, list[str]]]:
     """Read shards completely, several at once, and check them.
 
     Args:
@@ -258,12 +257,11 @@ def scan_shards(
         progress: called with the number of tokens read since the last call.
 
     Yields:
-        (the shard, (the number of end-of-text tokens, descriptions of the faults)).
+        (the shard, descriptions of the faults).
     """
 
-    def scan(shard: Shard) -> tuple[int, list[str]]:
+    def scan(shard: Shard) -> list[str]:
         digest = hashlib.sha256()
-        ends = 0
         position = 0
         bad_id = ""
         path = folder / shard.name
@@ -271,14 +269,13 @@ def scan_shards(
             while data := file.read(CHUNK_BYTES):
                 digest.update(data)
                 ids = np.frombuffer(data, "<u2")
-                ends += int(np.count_nonzero(ids == tokenizer["eot"]))
                 bad_id = bad_id or _find_bad_id(ids, tokenizer["vocab_size"], position)
                 position += len(ids)
                 progress(len(ids))
         faults = [bad_id] if bad_id else []
         if digest.hexdigest() != shard.sha256:
             faults.append(f"expected sha256 {shard.sha256}, found {digest.hexdigest()}")
-        return ends, faults
+        return faults
 
     with ThreadPoolExecutor() as pool:  # hashing and numpy release the interpreter lock
         yield from zip(shards, pool.map(scan, shards), strict=True)

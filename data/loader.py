@@ -53,18 +53,14 @@ class JoinedTokens:
         counts = (count_windows(part, block_size) for part in parts)
         self.starts = [0, *accumulate(counts)]  # first window of each part, and the end
 
-    def find_part(self, window: int) -> tuple[Tokens, int]:
-        """The part that has `window`, and the number of the window there."""
-        number = bisect_right(self.starts, window) - 1
-        return self.parts[number], window - self.starts[number]
-
     def read(self, start: int, count: int) -> np.ndarray:
         """The first `count` tokens of the window that starts at `start`, a multiple of T.
 
         See `Tokens.read`.
         """
-        part, window = self.find_part(start // self.block_size)
-        return part.read(window * self.block_size, count)
+        window = start // self.block_size
+        number = bisect_right(self.starts, window) - 1
+        return self.parts[number].read((window - self.starts[number]) * self.block_size, count)
 
 
 class Loader:

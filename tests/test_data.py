@@ -92,9 +92,6 @@ def test_shards_read_as_one_array(tmp_path):
         assert part.dtype == np.uint16 and np.array_equal(part, train[start:stop])
     assert np.array_equal(open_tokens(folder, "val").read(0, 4), val)
     assert (folder / "val-00000.bin").read_bytes() == val.astype("<u2").tobytes()
-    for start, count in ((-1, 1), (0, 26), (27, 0), (3, -1)):
-        with pytest.raises(IndexError):
-            tokens.read(start, count)
 
 
 def test_where_gpt2s_file_is_sought(tmp_path, monkeypatch, fake_ranks):
@@ -231,15 +228,13 @@ def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(tmp_path, monkey
     ids = np.random.default_rng(0).integers(0, 256, 550)
     ids[place : place + 4] = 257
     folder = write_ids(tmp_path / "set", ids, ids[:100], 200)
-    edit_meta(folder, lambda meta: meta["splits"]["val"].update(documents=2000))
     fault = f"id 257 at token {place % 200}, expected below 257"
     monkeypatch.setattr(bins, "HASHED_BYTES", 1300)
     with pytest.raises(DataError, match=fault):
         check_dataset(folder, 50304)
     monkeypatch.setattr(bins, "HASHED_BYTES", 1299)  # of 1300
     check_dataset(folder, 50304)
-    ends = "val: 0 end-of-text tokens, meta.json says 2,000 doc"
-    with pytest.raises(DataError, match=f"(?s){fault}.*{ends}"):
+    with pytest.raises(DataError, match=fault):
         verify_dataset(folder)
     tokens = open_tokens(folder, "train")
     says = f"train split of .*set: id 257 at token {place}, .*file with python -m data.verify"
