@@ -29,8 +29,7 @@ class Encoded(NamedTuple):
     - marks: end-of-text marks in text files that are one document each
     """
 
-    train: np.ndarray  # (n,) uint16
-    val: np.ndarray  # (n,) uint16
+    ids: dict[str, np.ndarray]  # of train and val, (n,) uint16
     counts: dict[str, int]
     example: str  # the first text that does not come back
 
@@ -58,8 +57,8 @@ class Encoder(NamedTuple):
 
         Raises DataError at a bad document unless `skip_bad` is set.
         """
-        train: list[str] = []
-        val: list[str] = []
+        ids = {split: [np.empty(0, np.uint16)] for split in ("train", "val")}
+        end = np.array([self.tokenizer.eot], np.uint16)
         loss = Loss()
         for raw in documents:
             text = self.try_text(raw)
@@ -77,32 +76,21 @@ class Encoder(NamedTuple):
                 loss.counts["marks"] += text.count(END_OF_TEXT)
             if raw.is_checked:
                 loss.compare(self.tokenizer, text, raw.where)
-            train_part, val_part = self.divide(text, raw.file.split)
-            if train_part:
-                train.append(train_part)
-            if val_part:
-                val.append(val_part)
-        ends_first = any(raw.file.split == "ends" for raw in documents)  # all of a batch or none
-        train_ids = self._join(train, ends_first)
-        val_ids = self._join(val, ends_first)
-        return Encoded(train_ids, val_ids, dict(loss.counts), loss.example)
+            for split, part in self.divide(text, raw.file.split).items():
+                part_ids = self.tokenizer.encode_array(part)
+                ids[split] += [end, part_ids] if raw.file.split == "ends" else [part_ids, end]
+        joined = {split: np.concatenate(arrays) for split, arrays in ids.items()}
+        return Encoded(joined, dict(loss.counts), loss.example)
 
-    def _join(self, texts: list[str], ends_first: bool) -> np.ndarray:
-        """The ids of `texts` with an end-of-text token before or after each, (n,) uint16."""
-        end = np.array([self.tokenizer.eot], np.uint16)
-        ids = [np.empty(0, np.uint16)]
-        for text_ids in self.tokenizer.encode_batch(texts):
-            ids += [end, text_ids] if ends_first else [text_ids, end]
-        return np.concatenate(ids)
-
-    def divide(self, text: str, split: str) -> tuple[str, str]:
-        """The parts of a document for training and for validation."""
+    def divide(self, text: str, split: str) -> dict[str, str]:
+        """The parts of a document for training and for validation, without empty ones."""
         if split == "ends":
             cut = int(len(text) * (1 - self.val_fraction))
-            return text[:cut], text[cut:]
+            parts = {"train": text[:cut], "val": text[cut:]}
+            return {name: part for name, part in parts.items() if part}
         if split == "val" or split_position(text) < self.val_fraction:
-            return "", text
-        return text, ""
+            return {"val": text}
+        return {"train": text}
 
     def try_text(self, raw: Raw) -> str | None:
         """The text of a document; None if it is unreadable and `skip_bad` is set.

@@ -43,6 +43,7 @@ from data.bins import (
     HASHED_BYTES,
     SHARD_TOKENS,
     Meta,
+    Split,
     check_dataset,
     describe_set,
     partial_folder,
@@ -219,21 +220,23 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         provenance["split"] = split
     with Writer(folder, tokenizer, SHARD_TOKENS) as writer:
         progress = tokenize(writer, inputs, encoder, provenance, args)
+        fault = ""
         if read_times(list_files(args)[0]) != times:
-            (partial / PROGRESS_FILE).unlink(missing_ok=True)  # the next try starts over
-            raise DataError(
+            fault = (
                 f"{args.name}: input files changed while they were read, so the set would be of "
                 "neither state: prepare it again when nothing writes to them"
             )
-        if min(writer.tokens.values()) < 2:
-            (partial / PROGRESS_FILE).unlink(missing_ok=True)  # the next try has other arguments
+        elif min(writer.tokens.values()) < 2:
             other = f"--val-fraction than {args.val_fraction}"
             if args.val_source:
                 other = "--val-source: its documents are left out of training"
-            raise DataError(
+            fault = (
                 f"train has {writer.tokens['train']} and val {writer.tokens['val']} token(s), both "
                 f"need 2: give more text, or another {other}"
             )
+        if fault:
+            (partial / PROGRESS_FILE).unlink(missing_ok=True)  # the next try starts over
+            raise DataError(fault)
         provenance |= {key: progress.counts.get(key, 0) for key in ("empty", "bad", "shared")}
         loss = describe_loss(progress.counts, progress.example)
         if loss:
@@ -300,11 +303,10 @@ class Progress:
     __pydantic_config__ = CLOSED
     made_from: dict[str, Any]  # only the same arguments and inputs resume the set
     position: Position = (0, 0)  # in the inputs
-    splits: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `Writer.save`
-    written: dict[str, str] = field(default_factory=dict)  # `Writer.sha256`
+    splits: dict[str, Split] = field(default_factory=dict)  # see `Writer.save`
     counts: dict[str, int] = field(default_factory=dict)  # see `Encoded`
     example: str = ""  # the first text that does not come back
-    sha256: str = ""  # of all else in the file; older versions wrote none
+    sha256: str = ""  # of all else in the file
 
     def compute_sha256(self) -> str:
         """What `sha256` must be."""
@@ -322,7 +324,7 @@ def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
             progress = read_json(path, Progress)
         except DamagedFile as error:
             raise DataError(f"{error}: start over with --force") from None
-        if progress.sha256 and progress.sha256 != progress.compute_sha256():
+        if progress.sha256 != progress.compute_sha256():
             raise DataError(f"{path}: damaged, its sha256 is another: start over with --force")
         refuse_changes(progress.made_from, made_from, f"{partial} holds an unfinished set made")
         return progress
@@ -354,7 +356,7 @@ def tokenize(
     """Write the documents of `inputs`, from where an earlier process stopped; returns the end."""
     made_from = provenance | {"tokenizer_files": identity(encoder.tokenizer)}
     progress = resume_progress(writer.partial, made_from, args.force)
-    writer.resume(progress.splits, progress.written)
+    writer.resume(progress.splits)
     total_bytes = sum(file.size for file in inputs)
     workers = min(args.workers, 1 + total_bytes // WORKER_BYTES)
     size = f"{plural(len(inputs), 'file')}, {format_bytes(total_bytes)}"
@@ -377,7 +379,7 @@ def tokenize(
                 if not args.allow_loss:
                     check_loss(encoder.tokenizer, progress.counts, progress.example)
                 progress.position = batch.position
-                progress.splits, progress.written = writer.save(), writer.sha256
+                progress.splits = writer.save()
                 progress.sha256 = progress.compute_sha256()
                 content = json.dumps(asdict(progress))
                 write_atomic(writer.partial / PROGRESS_FILE, content, durable=True)
@@ -388,7 +390,7 @@ def tokenize(
 
 def write_batch(writer: Writer, encoded: Encoded, cuts_documents: bool) -> None:
     """Write the ids of documents, which are cut in two if there are few."""
-    for split, ids in (("train", encoded.train), ("val", encoded.val)):
+    for split, ids in encoded.ids.items():
         documents = int(np.count_nonzero(ids == writer.tokenizer.eot))
         if cuts_documents and not writer.tokens[split]:
             # an end-of-text precedes each part of a cut document, but a split starts without one

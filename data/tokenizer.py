@@ -35,11 +35,11 @@ LONG_GAP = re.compile(rf"(\s{{{MAX_GAP}}})")
 
 class _Encoder(ABC):
     @abstractmethod
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint16 array, (n,), per text."""
+    def encode_array(self, text: str) -> np.ndarray:
+        """The ids of a text, (n,) uint16."""
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0].tolist()
+        return self.encode_array(text).tolist()
 
 
 class ByteTokenizer(_Encoder):
@@ -51,15 +51,12 @@ class ByteTokenizer(_Encoder):
     eot = 256
     files: ClassVar[dict[str, bytes]] = {}
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint16 array, (n,), per text.
+    def encode_array(self, text: str) -> np.ndarray:
+        """The ids of a text, (n,) uint16.
 
         Lone surrogates, which UTF-8 cannot hold, become `?`.
         """
-        return [
-            np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint16)
-            for text in texts
-        ]
+        return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; broken UTF-8 becomes U+FFFD, 256 the end-of-text mark."""
@@ -102,19 +99,16 @@ class GPT2Tokenizer(_Encoder):
             explicit_n_vocab=self.vocab_size,
         )
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint16 array, (n,), per text.
+    def encode_array(self, text: str) -> np.ndarray:
+        """The ids of a text, (n,) uint16.
 
         `<|endoftext|>` is ordinary text; lone surrogates become U+FFFD.
         """
-        return [self._encode(text) for text in texts]
-
-    def _encode(self, text: str) -> np.ndarray:
         pieces = [text] if len(text) < MAX_GAP else LONG_GAP.split(text)
         try:
             ids = [self.bpe.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
         except UnicodeEncodeError:
-            return self._encode(_replace_surrogates(text))
+            return self.encode_array(_replace_surrogates(text))
         return np.concatenate(ids).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -153,20 +147,21 @@ class FileTokenizer(_Encoder):
         self.byte_level = "ByteLevel" in decoder
         self.tokens_have_bytes = self.byte_level or "▁" in decoder  # not in WordPiece
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint16 array, (n,), per text, without special tokens.
+    def encode_array(self, text: str) -> np.ndarray:
+        """The ids of a text, (n,) uint16, without special tokens.
 
         Lone surrogates become U+FFFD. Raises DataError if the tokenizer cannot encode a text.
         """
-        texts = [_replace_surrogates(text) for text in texts]
+        text = _replace_surrogates(text)
         try:
-            encodings = self.encoder.encode_batch_fast(texts, add_special_tokens=False)
+            # of a batch, because only that does not compute the places of the tokens
+            encodings = self.encoder.encode_batch_fast([text], add_special_tokens=False)
         except Exception as error:  # `tokenizers` raises plain ones, such as for a missing unk_id
             raise DataError(
                 f"tokenizer {self.name} cannot encode a text ({first_line(error)}); "
                 f"use another tokenizer"
             ) from error
-        return [np.array(encoding.ids, np.uint16) for encoding in encodings]
+        return np.array(encodings[0].ids, np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; broken UTF-8 becomes U+FFFD, special tokens their own text."""

@@ -1,22 +1,20 @@
 """Writing a data set (bins.py has the format): it appears under its name complete or not at all."""
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
+from io import BufferedRandom, BufferedWriter
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
-from common.files import sync_folder, write_atomic
+from common.files import sync_folder, take_lock, write_atomic
 from data import DataError
-from data.bins import CHUNK_BYTES, SHARD_TOKENS, Meta, Shard, Split, list_shards, partial_folder
+from data.bins import SHARD_TOKENS, Meta, Shard, Split, list_shards, partial_folder
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 
 PROGRESS_FILE = "progress.json"  # its folder is data/<name>.partial/, next to the shards
@@ -56,7 +54,7 @@ class Writer(AbstractContextManager["Writer"]):
         # The lock is held until the file is closed, at the latest when the process ends.
         self._lock = (self.partial / LOCK_FILE).open("a")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(self._lock)
         except BlockingIOError as error:
             self._lock.close()
             raise DataError(
@@ -65,9 +63,9 @@ class Writer(AbstractContextManager["Writer"]):
         self._finished = False
         self.tokens = {"train": 0, "val": 0}  # written so far
         self.documents = {"train": 0, "val": 0}
-        self._digests = {split: hashlib.sha256() for split in self.tokens}  # of all their shards
+        self._digests = {split: {} for split in self.tokens}  # of each shard, by its name
         self._shard_tokens = shard_tokens
-        self._files: dict[str, IO[bytes]] = {}  # the last shard of each split
+        self._files: dict[str, BufferedWriter | BufferedRandom] = {}  # each split's last shard
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
@@ -82,13 +80,14 @@ class Writer(AbstractContextManager["Writer"]):
         self.documents[split] += documents
         while len(ids):
             number, start = divmod(self.tokens[split], self._shard_tokens)
-            if split not in self._files or start == 0:
+            name = f"{split}-{number:05d}.bin"
+            if start == 0:
                 self._sync(split)
-                path = self.partial / f"{split}-{number:05d}.bin"
-                self._files[split] = path.open("ab" if start else "wb")
+                self._files[split] = (self.partial / name).open("wb")
+                self._digests[split][name] = hashlib.sha256()
             part = ids[: self._shard_tokens - start]
             data = part.astype("<u2", copy=False).tobytes()
-            self._digests[split].update(data)
+            self._digests[split][name].update(data)
             self._files[split].write(data)
             self.tokens[split] += len(part)
             ids = ids[len(part) :]
@@ -98,64 +97,43 @@ class Writer(AbstractContextManager["Writer"]):
             self._files[split].flush()
             os.fsync(self._files[split].fileno())
 
-    def save(self) -> dict[str, tuple[int, int]]:
-        """Wait until everything is on the disk. Returns what `resume` needs."""
-        for split in self.tokens:
+    def save(self) -> dict[str, Split]:
+        """Wait until everything is on the disk. Returns both splits so far, as in meta.json."""
+        splits = {}
+        for split, digests in self._digests.items():
             self._sync(split)
-        return {split: (self.tokens[split], self.documents[split]) for split in self.tokens}
+            shards = []
+            left = self.tokens[split]
+            for name, digest in digests.items():
+                shards.append(Shard(name, min(self._shard_tokens, left), digest.hexdigest()))
+                left -= self._shard_tokens
+            splits[split] = Split(self.tokens[split], self.documents[split], shards)
+        return splits
 
-    @property
-    def sha256(self) -> dict[str, str]:
-        """Of all bytes written so far, by split."""
-        return {split: digest.hexdigest() for split, digest in self._digests.items()}
-
-    def resume(self, saved: dict[str, tuple[int, int]], sha256: dict[str, str]) -> None:
+    def resume(self, saved: dict[str, Split]) -> None:
         """Continue from what `save` returned; whatever was written later is cut off.
 
-        Raises DataError if a shard is missing or too short, or their bytes are not of `sha256`.
+        Raises DataError if a shard is missing, too short or damaged.
         """
-        for split in self.tokens:
-            self.tokens[split], self.documents[split] = saved.get(split, (0, 0))
-            for path, size in self._sizes(split).items():
-                if not path.is_file() or path.stat().st_size < 2 * size:
-                    raise DataError(
-                        f"{path}: missing or shorter than {PROGRESS_FILE} says: start over with "
-                        "--force"
-                    )
-                os.truncate(path, 2 * size)
-                with path.open("rb") as file:
-                    while data := file.read(CHUNK_BYTES):
-                        self._digests[split].update(data)
-            found = self.sha256[split]
-            if sha256.get(split, found) != found:
-                raise DataError(
-                    f"{self.partial}: a file of {split} is damaged: expected sha256 "
-                    f"{sha256[split]} of all, found {found}: start over with --force"
-                )
-
-    def _sizes(self, split: str) -> dict[Path, int]:
-        """The tokens of each shard by its path."""
-        sizes = {}
-        for number, start in enumerate(range(0, self.tokens[split], self._shard_tokens)):
-            path = self.partial / f"{split}-{number:05d}.bin"
-            sizes[path] = min(self._shard_tokens, self.tokens[split] - start)
-        return sizes
+        for split, recorded in saved.items():
+            self.tokens[split] = recorded.tokens
+            self.documents[split] = recorded.documents
+            for shard in recorded.files:
+                path = self.partial / shard.name
+                size = 2 * shard.tokens
+                if not path.is_file() or path.stat().st_size < size:
+                    raise DataError(f"{path}: missing or too short: start over with --force")
+                file = path.open("r+b")
+                file.truncate(size)
+                digest = hashlib.file_digest(file, "sha256")  # ends where `write` goes on
+                self._files[split] = file
+                self._digests[split][shard.name] = digest
+                if digest.hexdigest() != shard.sha256:
+                    raise DataError(f"{path}: damaged, its sha256 differs: start over with --force")
 
     def finish(self, name: str, source: dict, prepare: str) -> Meta:
         """Write meta.json, and rename the folder; an older set is replaced."""
-
-        def describe_shard(path: Path, tokens: int) -> Shard:
-            with path.open("rb") as file:
-                return Shard(path.name, tokens, hashlib.file_digest(file, "sha256").hexdigest())
-
-        self.save()
-        splits = {}
-        for split in self.tokens:
-            sizes = self._sizes(split)
-            with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-                shards = list(pool.map(describe_shard, sizes.keys(), sizes.values()))
-            splits[split] = Split(self.tokens[split], self.documents[split], shards)
-        meta = Meta(name, identity(self.tokenizer), "uint16", splits, source, prepare)
+        meta = Meta(name, identity(self.tokenizer), "uint16", self.save(), source, prepare)
         keep = {PROGRESS_FILE, LOCK_FILE, *(shard.name for shard in list_shards(meta))}
         for path in self.partial.iterdir():
             if path.name not in keep:

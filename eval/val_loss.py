@@ -226,7 +226,7 @@ def open_text(path: Path, tokenizer: Tokenizer, block: int, stride: int) -> Corp
     inputs, _ = local_inputs([path], "--data", any_text=True)
     texts = read_texts(inputs[:1], Encoder(tokenizer, 0, TEXT_FIELD))
     for number, text in enumerate(texts):
-        ids = np.append(np.uint16(tokenizer.eot), tokenizer.encode_batch([text])[0])
+        ids = np.append(np.uint16(tokenizer.eot), tokenizer.encode_array(text))
         if len(ids) == 1:  # no token stands for its characters
             continue
         for start, split, stop in cut_windows(len(ids), block, stride):

@@ -101,9 +101,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for split, documents in {"train": 60, "val": 4}.items():
             for _ in range(documents):
                 text = " ".join(choice(WORDS) for _ in range(100))
-                writer.write(
-                    split, np.append(tokenizer.encode_batch([text])[0], np.uint16(tokenizer.eot))
-                )
+                ids = np.append(tokenizer.encode_array(text), np.uint16(tokenizer.eot))
+                writer.write(split, ids)
         writer.finish(
             "tiny", {}, "python -m data.prepare text --source FILES --name tiny --tokenizer bytes"
         )
