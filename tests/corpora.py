@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import random
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -41,14 +42,11 @@ def in_parts(compress, data: bytes, parts: int = 3) -> bytes:
     return b"".join(compress(data[i : i + size]) for i in range(0, len(data), size))
 
 
-def parquet(path: Path, texts, type_: str = "string", body=None) -> None:
+def parquet(path: Path, texts) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    column = pyarrow.array(texts, getattr(pyarrow, type_)())
-    table = pyarrow.table(
-        {"id": range(len(texts)), "text": column} | ({"body": body} if body else {})
-    )
+    table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(table, path, row_group_size=7)
 
@@ -172,20 +170,27 @@ def books(tmp_path) -> tuple:
     return *named, "--val-fraction", 0.3, "--skip-bad"
 
 
+@contextmanager
+def interrupted_at(count: int):
+    """A Ctrl-C at the batch of this number, if there are so many."""
+    batches, encode = itertools.count(1), workers._encode
+
+    def encode_or_stop(documents):
+        if next(batches) == count:
+            raise KeyboardInterrupt
+        return encode(documents)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "_encode", encode_or_stop)
+        yield
+
+
 @pytest.fixture
-def stop_at(run, monkeypatch):
+def stop_at(run):
     """A function: run the command, interrupted at the batch of this number; what it prints."""
 
     def stop_at(count: int, *args) -> str:
-        batches, encode = itertools.count(1), workers._encode
-
-        def encode_or_stop(*batch):
-            if next(batches) == count:
-                raise KeyboardInterrupt
-            return encode(*batch)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(workers, "_encode", encode_or_stop)
+        with interrupted_at(count):
             return run(*args, code=130)
 
     return stop_at

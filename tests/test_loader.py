@@ -43,13 +43,12 @@ def test_every_window_once_an_epoch_however_batches_are_sliced(
     seen = []
     for step in range(-(-3 * n_windows // batch_size)):
         parts = (step, 0, cut), (step, cut)
-        x, y = (np.concatenate(both) for both in zip(*(read.batch(*p) for p in parts), strict=True))
-        located = np.concatenate([read.indices(*part) for part in parts]).tolist()
-        assert np.array_equal(x[:, 0], block_size * np.array(located))
-        assert np.array_equal(x, x[:, :1] + np.arange(block_size))
-        assert np.array_equal(y, x + 1) and x.dtype == y.dtype == np.int64
-        assert np.array_equal(read.batch(step)[0], x)
-        seen += located
+        located = np.concatenate([read.indices(*part) for part in parts])
+        x = block_size * located[:, None] + np.arange(block_size)
+        whole = np.array(read.batch(step))
+        assert np.array_equal(whole, [x, x + 1]) and whole.dtype == np.int64
+        assert np.array_equal(whole, np.concatenate([read.batch(*p) for p in parts], axis=1))
+        seen += located.tolist()
     for epoch in range(3):
         mine = seen[epoch * n_windows : (epoch + 1) * n_windows]
         assert sorted(mine) == list(range(n_windows))
@@ -116,27 +115,32 @@ def label_windows(tokens: Tokens, block_size: int) -> list[int]:
     block_size=st.integers(1, 9),
     count=st.integers(1, 60),
     size=st.sampled_from([16, 2**16]),
+    data=st.data(),
+    stretch=st.sampled_from([1, 2, 5, 64, 2**14]),
 )
 @settings(deadline=None, max_examples=150)
-def test_validation_takes_no_more_of_a_document_than_it_needs(lengths, block_size, count, size):
+def test_validation_takes_no_more_of_a_document_than_it_needs(
+    lengths, block_size, count, size, data, stretch
+):
+    """Windows of one document have equal numbers, whichever are asked for and lie between them."""
     tokens = documents_of(*lengths, block_size)
+    labels = label_windows(tokens, block_size)
+    n = len(labels)
+    asked = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "CANDIDATES", size)
-        chosen = fixed_windows(tokens, block_size, count)
-    documents = label_windows(tokens, block_size)
-    n = (len(tokens) - 1) // block_size
-    assert len(chosen) == min(count, n)
-    assert chosen.tolist() == sorted(set(chosen.tolist())) and 0 <= chosen[0]
+        patch.setattr(loader, "STRETCH", stretch)
+        chosen = fixed_windows(tokens, block_size, count).tolist()
+        numbers = window_documents(tokens, block_size, asked)
+    assert np.array_equal(np.sign(np.diff(numbers)), np.sign(np.diff(np.array(labels)[asked])))
+    assert len(chosen) == min(count, n) and chosen == sorted(set(chosen)) and 0 <= chosen[0]
     size = min(n, max(len(chosen), size))
-    sizes = Counter(documents[i * n // size] for i in range(size)).values()
+    sizes = Counter(labels[i * n // size] for i in range(size)).values()
     least = 1
     while sum(min(least, windows) for windows in sizes) < len(chosen):
         least += 1
-    if len(chosen) < size:
-        assert (
-            max(Counter(documents[window] for window in chosen).values()) == least
-            or len(sizes) == 1
-        )
+    if len(chosen) < size and len(sizes) > 1:
+        assert max(Counter(labels[window] for window in chosen).values()) == least
 
 
 def test_validation_prefers_long_documents_where_it_needs_one_window_of_each():
@@ -148,26 +152,6 @@ def test_validation_prefers_long_documents_where_it_needs_one_window_of_each():
     assert 540 < sum(taken == 80) < 660
     book = fixed_windows(documents_of(*[40] * 100, 4000, *[40] * 100), 4, 100)
     assert [1000 <= window < 2000 for window in book.tolist()].count(True) == 1  # not 33
-
-
-@given(
-    lengths=LENGTHS,
-    block_size=st.integers(1, 9),
-    data=st.data(),
-    stretch=st.sampled_from([1, 2, 5, 64, 2**14]),
-)
-@settings(deadline=None, max_examples=150)
-def test_documents_of_windows(lengths, block_size, data, stretch):
-    """Equal numbers for windows of one document, whichever windows are asked for, and what lies
-    between them.
-    """
-    tokens = documents_of(*lengths, block_size)
-    labels = np.array(label_windows(tokens, block_size))
-    asked = np.array(sorted(data.draw(st.sets(st.integers(0, len(labels) - 1), min_size=1))))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "STRETCH", stretch)
-        documents = window_documents(tokens, block_size, asked)
-    assert np.array_equal(np.sign(np.diff(documents)), np.sign(np.diff(labels[asked])))
 
 
 def test_too_few_tokens_for_a_window():

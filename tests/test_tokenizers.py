@@ -1,14 +1,14 @@
 """What people bring: tokenizer.json of every kind against AutoTokenizer, and what one loses."""
 
 import json
+import re
 import shutil
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from corpora import documents_of, jsonl, write_tree
+from corpora import documents_of, jsonl, write_ids, write_tree
 from hypothesis import given
 from hypothesis import strategies as st
 from test_hf_open_moe import OURS, SHAPE
@@ -32,19 +32,18 @@ import train
 from data import DataError, prepare
 from data.bins import read_meta
 from data.round_trip import Loss, check_loss, count_changes, show_difference
-from data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, open_tokenizer, token_bytes
+from data.tokenizer import ByteTokenizer, load_tokenizer, token_bytes
 from data.verify import main as verify
 from eval.val_loss import list_byte_counts, open_text
 from hf.export import export
 from hf.init_from import read_initial_weights
-from hf.tokenizer_files import write_tokenizer
 from runtime import RunError, check_is_run
 from runtime.folder import path_of
 
 pytest_plugins = ["corpora"]  # its fixtures
 END = "<|end|>"
 SPECIALS = ["<unk>", END, "</s>"]
-PADDING = {"byte level": "[PAD]", "strange": "<|padding|>"}  # of these kinds
+PADDING = {"byte level": ["[PAD]"], "strange": ["<|padding|>"]}  # of these kinds
 SCRIPTS = [
     "The quick brown fox",
     "Straße über naïve",
@@ -59,71 +58,63 @@ MIXED = [f"{text} {i}: the end.\n  and more\t{text}" for i in range(34) for text
 
 def build(kind: str) -> Tokenizer:
     """One real tokenizer of each kind, trained here."""
-    train = {"vocab_size": 500, "special_tokens": SPECIALS, "show_progress": False}
-    if kind in ("byte level", "no alphabet", "strange"):
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        if kind != "no alphabet":
-            train["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-        if kind in PADDING:
-            train["special_tokens"] = [*SPECIALS, PADDING[kind]]
-        trainer = trainers.BpeTrainer(**train)
-    elif kind == "Metaspace":
-        made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-        made.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-        made.decoder = decoders.Sequence(
-            [
-                decoders.Replace("▁", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(" ", 1, 0),
-            ]
-        )
-        train["special_tokens"] = [*SPECIALS, *(f"<0x{i:02X}>" for i in range(256))]
-        trainer = trainers.BpeTrainer(**train | {"vocab_size": 700})
+    size = 500
+    texts = LATIN + MIXED[:60]
+    specials = [*SPECIALS, *PADDING.get(kind, [])]
+    model, train, options = models.BPE(), trainers.BpeTrainer, {}
+    parts = {
+        "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "decoder": decoders.ByteLevel(),
+    }
+    if kind == "Metaspace":
+        size = 700
+        specials += [f"<0x{i:02X}>" for i in range(256)]
+        model = models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+        normalizer = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        decoder.append(decoders.Strip(" ", 1, 0))
+        parts = {
+            "normalizer": normalizers.Sequence(normalizer),
+            "decoder": decoders.Sequence(decoder),
+        }
     elif kind == "WordPiece":
-        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
-        made.normalizer = normalizers.BertNormalizer(lowercase=True)
-        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        made.decoder = decoders.WordPiece(cleanup=False)
-        trainer = trainers.WordPieceTrainer(**train)
+        model, train = models.WordPiece(unk_token="<unk>"), trainers.WordPieceTrainer
+        parts = {
+            "normalizer": normalizers.BertNormalizer(lowercase=True),
+            "pre_tokenizer": pre_tokenizers.WhitespaceSplit(),
+            "decoder": decoders.WordPiece(cleanup=False),
+        }
     elif kind == "Unigram":
-        made = Tokenizer(models.Unigram())
-        made.normalizer = normalizers.NFKC()
-        made.pre_tokenizer = pre_tokenizers.Metaspace()
-        made.decoder = decoders.Metaspace()
-        trainer = trainers.UnigramTrainer(**train, unk_token="<unk>")
-    elif kind == "WordLevel":
-        made = Tokenizer(models.WordLevel(unk_token="<unk>"))
-        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        trainer = trainers.WordLevelTrainer(**train)
+        model, train, options = models.Unigram(), trainers.UnigramTrainer, {"unk_token": "<unk>"}
+        parts = {
+            "normalizer": normalizers.NFKC(),
+            "pre_tokenizer": pre_tokenizers.Metaspace(),
+            "decoder": decoders.Metaspace(),
+        }
+    elif kind == "</w>":
+        options = {"end_of_word_suffix": "</w>"}
+        model = models.BPE(unk_token="<unk>", **options)
+        parts = {
+            "normalizer": normalizers.Replace(Regex(r"\s+"), " "),
+            "pre_tokenizer": pre_tokenizers.WhitespaceSplit(),
+            "decoder": decoders.BPEDecoder(suffix="</w>"),
+        }
+    elif kind == "no alphabet":
+        texts = LATIN
     else:
-        made = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-        made.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
-        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        made.decoder = decoders.BPEDecoder(suffix="</w>")
-        trainer = trainers.BpeTrainer(**train, end_of_word_suffix="</w>")
-    texts = LATIN if kind in ("no alphabet",) else LATIN + MIXED[:60]
-    made.train_from_iterator(texts, trainer)
+        options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    made = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(made, name, part)
+    options |= {"vocab_size": size, "special_tokens": specials, "show_progress": False}
+    made.train_from_iterator(texts, train(**options))
     made.post_processor = processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", made.token_to_id("</s>"))]
     )
     return made
 
 
-KINDS = [
-    "byte level",
-    "Metaspace",
-    "WordPiece",
-    "Unigram",
-    "</w>",
-    "no alphabet",
-    "strange",
-    "WordLevel",
-]
+KINDS = ["byte level", "Metaspace", "WordPiece", "Unigram", "</w>", "no alphabet", "strange"]
 
 
 def write_folder(folder: Path, kind: str) -> Path:
@@ -145,8 +136,9 @@ def write_folder(folder: Path, kind: str) -> Path:
         longest = max(letters, key=len)
         added = {"id": vocabulary[longest], "content": longest, "special": False}
         body["added_tokens"].append(body["added_tokens"][1] | added)
+        body["model"]["dropout"] = 0.5
         for token in body["added_tokens"]:
-            token["special"] = token["content"] not in (END, PADDING[kind], longest)
+            token["special"] = token["content"] not in (END, *PADDING[kind], longest)
         del files["config.json"]
         files["tokenizer_config.json"] = {"eos_token": {"__type": "AddedToken", "content": END}}
     return write_tree(
@@ -166,13 +158,11 @@ SPELLINGS = ["{}", "a {} b", "a{}", "x\n{}\ny"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_those_of_auto_tokenizer(folders, kind):
     """All are below the vocabulary's size; no text spells a special token."""
-    body = json.loads((folders[kind] / "tokenizer.json").read_text())
-    vocabulary = body["model"]["vocab"]
-    known = {token["id"] for token in body["added_tokens"]}
-    known.update(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
     own = load_tokenizer(str(folders[kind]))
-    assert own.vocab_size == len(token_bytes(own)) == 1 + max(known)
     theirs = AutoTokenizer.from_pretrained(folders[kind])
+    if kind == "strange":
+        theirs.backend_tokenizer.model.dropout = None
+    assert own.vocab_size == len(token_bytes(own)) == 1 + max(theirs.get_vocab().values())
     for text in [*MIXED, *LATIN, "", " ", " a", "x\n\n\n  y"]:
         assert own.encode(text) == theirs(text, add_special_tokens=False)["input_ids"], text
     special = {own.file.token_to_id(token) for token in SPECIALS} - {own.unk}
@@ -205,19 +195,6 @@ def test_a_set_is_of_one_tokenizer(run, folders, tmp_path, small_batches, stop_a
     assert "was made with other arguments or files (tokenizer_files was " in run(*args, code=2)
     (folder / "tokenizer.json").unlink()  # a set does not need the files that it was made of
     assert "already there" in run(*args)
-
-
-@pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
-def test_a_damaged_tokenizer_of_a_set_is_named(run, folders, tmp_path, damage):
-    source = write_tree(tmp_path / "in", {"a.jsonl": jsonl(MIXED[:60])})
-    run("text", "--source", source, "--tokenizer", folders["byte level"], "--val-fraction", 0.3)
-    file = tmp_path / "out/text/tokenizer.json"
-    content = bytearray(file.read_bytes())
-    content[0] ^= damage == "flipped"
-    file.write_bytes(content[: {"cut": len(content) // 2, "empty": 0}.get(damage)])
-    with pytest.raises(DataError, match="not of the tokenizer that made the set") as raised:
-        open_tokenizer(file.parent)
-    assert str(raised.value).startswith(f"{file}: ") and "Prepare it again: " in str(raised.value)
 
 
 CONFIG, SETTINGS = "config.json", "tokenizer_config.json"
@@ -253,7 +230,7 @@ def test_the_end_of_a_document(folders, tmp_path, number, token, wanted):
 
 # what is lost
 # spaces between Japanese characters; characters outside the alphabet; white space becomes a space
-LOSSY = ["WordPiece", "no alphabet", "</w>", "WordLevel"]
+LOSSY = ["WordPiece", "no alphabet", "</w>"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -270,30 +247,6 @@ def test_the_table_of_kinds(run, folders, tmp_path, kind):
         assert "differs" not in run(*args)
         read = documents_of(tmp_path / "out/text")
         assert sorted(read["train"] + read["val"]) == sorted(MIXED)
-
-
-MARKS = ["हिन्दी में लिखा", "كِتَابٌ", "tiếng Việt", "שָׁלוֹם", "ภาษาไทยที่นี่", "ガギグゲゴ"]
-TAKE_AWAY = [  # a normaliser, and texts of scripts in which it changes the meaning
-    ([normalizers.NFD(), normalizers.StripAccents()], MARKS),
-    ([normalizers.BertNormalizer(lowercase=False, strip_accents=True)], MARKS),
-    ([normalizers.Lowercase()], ["İstanbul", "ΑΒΓ", "ПРИВЕТ"]),
-    ([normalizers.NFKC()], ["x² ≠ x₂", "ﬁ ①", "ｶﾞ", "ﷺ"]),
-    ([normalizers.Replace("\u200d", ""), normalizers.Replace("\u200c", "")], ["👩‍👩‍👧", "می‌خواهم"]),
-]
-
-
-@pytest.mark.parametrize(("parts", "texts"), TAKE_AWAY, ids=range(len(TAKE_AWAY)))
-def test_what_a_normaliser_takes_away_is_a_loss(parts, texts):
-    made = build("byte level")
-    made.normalizer = normalizers.Sequence(parts)
-    own = FileTokenizer("normaliser", made.to_str().encode(), 1)
-    for text in texts:
-        loss = Loss()
-        loss.compare(own, f"{'plain ' * 30}{text}", "here")
-        kept = Counter(made.normalizer.normalize_str(text))
-        assert loss.counts["lost"] >= (Counter(text) - kept).total() > 0
-        with pytest.raises(DataError, match="differs for 1 of 1 documents.*--allow-loss"):
-            check_loss(own, loss.counts, loss.example)
 
 
 class NoDigits(ByteTokenizer):
@@ -325,13 +278,17 @@ def test_documents_are_compared_throughout(run, tmp_path, monkeypatch, small_bat
         texts[1][number - 1] = f"{'b' * place}7{'c' * 1999}"
         files = {f"{i}.jsonl": jsonl(rows) for i, rows in enumerate(texts)}
         args = ("text", "--source", write_tree(tmp_path / "in", files), "--val-fraction", 0.3)
-        out = run(*args, "--force", "--allow-loss")
-        example = f"{'b' * min(15, place % 50)}7{'c' * (49 - place % 50)}"[:30]
-        differs = "decode(encode(x)) differs for 1 of 4 documents compared, in 0."
-        assert (differs in out) == is_seen
-        assert (f"1.jsonl: line {number}: {example[:14]!r}"[:-1] in out) == is_seen
-        assert ("losses" in read_meta(tmp_path / "out/text").source) == is_seen
-        assert ("warning: decode(encode(x))" in run("text", main=verify)) == is_seen
+        said = run(*args, "--force", "--allow-loss")
+        losses = read_meta(tmp_path / "out/text").source.get("losses", [])
+        assert len(losses) == is_seen
+        for loss in losses:
+            assert loss in said and f"warning: {loss}" in run("text", main=verify)
+            before = "b" * min(15, place % 50)
+            assert re.fullmatch(
+                r"decode\(encode\(x\)\) differs for 1 of 4 documents compared, in 0.\d+% of .*, "
+                rf"first .*/in/1.jsonl: line {number}: '{before}7c*' becomes '{before}c*'",
+                loss,
+            )
     assert "already there" in run(*args)
 
 
@@ -375,83 +332,52 @@ def test_changes_are_counted(text, decoded):
 
 
 def test_a_text_that_a_tokenizer_cannot_encode(run, tmp_path, small_batches, many_workers):
-    """Is told in a line, wherever it stands: here in the last document, which is not compared."""
+    """Is told in a line: here in the last document, which is not compared."""
     body = json.loads(build("Unigram").to_str())
     body["model"]["unk_id"] = None
     files = {"no unk/tokenizer.json": body, "no unk/config.json": {"eos_token_id": 1}}
     write_tree(tmp_path, {name: json.dumps(content).encode() for name, content in files.items()})
-    for number in (1, 40):
-        rows = ["quick brown fox"] * 40
-        rows[number - 1] = "\u4e00\u9fff\u2603"
-        (tmp_path / "in.jsonl").write_bytes(jsonl(f"{text} {i}" for i, text in enumerate(rows)))
-        args = ("--source", tmp_path / "in.jsonl", "--tokenizer", tmp_path / "no unk")
-        out = run("text", *args, "--val-fraction", 0.3, "--workers", 2, code=2)
-        error = out[out.index("error: ") :]
-        assert error.startswith("error: tokenizer no unk cannot encode a text (Encountered an unk")
-        assert error.count("\n") == 1 and not (tmp_path / "out/text").exists()
+    rows = [f"quick brown fox {i}" for i in range(40)]
+    (tmp_path / "in.jsonl").write_bytes(jsonl([*rows, "\u4e00\u9fff\u2603"]))
+    args = ("--source", tmp_path / "in.jsonl", "--tokenizer", tmp_path / "no unk")
+    out = run("text", *args, "--val-fraction", 0.3, "--workers", 2, code=2)
+    error = out[out.index("error: ") :]
+    assert error.startswith("error: tokenizer no unk cannot encode a text (Encountered an unk")
+    assert error.count("\n") == 1 and not (tmp_path / "out/text").exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stride", [8, 3])
-def test_bytes_of_a_text_file_are_its_own(folders, tmp_path, kind, stride):
+def test_bytes_of_a_text_file_and_of_the_tokens_of_a_set(folders, tmp_path, kind):
+    """A file's are its own. A set's are those of each document, with the space that a tokenizer
+    puts before it, or none at all.
+    """
     own = load_tokenizer(str(folders[kind]))
-    texts = [*MIXED[:20], *LATIN[:9], " a\n"]
+    texts = [*LATIN[:20], *MIXED[:30], " a\n"]
     (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
-    corpus = open_text(tmp_path / "a.jsonl", own, 8, stride)
-    assert corpus.bytes == sum(len(text.encode()) for text in texts)
-    ids = np.concatenate([scored for _, scored in corpus.pairs])
-    assert ids.tolist() == [i for text in texts for i in own.encode(text)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_of_the_tokens_of_a_set(folders, kind):
-    """Those of each document, with the space that a tokenizer puts before it, or none at all."""
-    own = load_tokenizer(str(folders[kind]))
+    for stride in (8, 3):
+        corpus = open_text(tmp_path / "a.jsonl", own, 8, stride)
+        assert corpus.bytes == sum(len(text.encode()) for text in texts)
+        ids = np.concatenate([scored for _, scored in corpus.pairs])
+        assert ids.tolist() == [i for text in texts for i in own.encode(text)]
     counts = list_byte_counts(own)
-    texts = LATIN[:20]
-    if kind != "no alphabet":
-        texts = [*texts, *MIXED[:30], "a \u2603\U0001d11e b"]  # whose bytes may be tokens
-    for text in texts:
+    assert counts[own.eot] == 0 and (own.unk is None or counts[own.unk] == 0)
+    texts[-1] = "a \u2603\U0001d11e b"  # whose bytes may be tokens
+    for text in LATIN if kind == "no alphabet" else texts:
         ids = own.encode(text)
-        if kind in ("WordPiece", "</w>", "WordLevel"):
+        if kind in ("WordPiece", "</w>"):
             assert counts[ids].sum() == 0
         elif own.unk not in ids:
             assert counts[ids].sum() == len(text.encode()) + (kind in ("Metaspace", "Unigram"))
-    assert counts[own.eot] == 0 and (own.unk is None or counts[own.unk] == 0)
 
 
 # what leaves, and other projects' folders
-def test_an_export_has_a_tokenizer_that_neither_cuts_nor_pads_nor_drops(folders, tmp_path):
-    body = json.loads((folders["strange"] / "tokenizer.json").read_text())
-    body["model"]["dropout"] = 0.5
-    own = FileTokenizer("dropout", json.dumps(body).encode(), 1)
-    write_tokenizer(own, tmp_path, 32)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    for text in [*MIXED[:50], "  ä\n\n 日本 🙂"]:
-        assert theirs(text)["input_ids"] == plain.encode(text).ids == own.encode(text)
-    ids = theirs(f"a {END} b", split_special_tokens=True)["input_ids"]
-    assert ids == own.encode(f"a {END} b")
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_of_each_kind_has_padding_and_comes_back(
-    run, folders, tmp_path, tiny, call, kind
-):
+def test_an_export_of_each_kind_has_padding_and_comes_back(folders, tmp_path, tiny, call, kind):
     """Its padding is a token that no text has. Runs start from it if the ids are the same."""
-    source = write_tree(tmp_path / "in", {"a.jsonl": jsonl(MIXED)})
-    run(
-        "text",
-        "--source",
-        source,
-        "--tokenizer",
-        folders[kind],
-        "--val-fraction",
-        0.3,
-        "--allow-loss",
-    )
-    own = open_tokenizer(tmp_path / "out/text")
-    settings = [f"data.dir={tmp_path / 'out'}", "data.name=text", "train.max_steps=1"]
+    own = load_tokenizer(str(folders[kind]))
+    ids = [i for text in MIXED for i in (*own.encode(text), own.eot)]
+    write_ids(tmp_path / "text", ids, ids, tokenizer=own)
+    settings = [f"data.dir={tmp_path}", "data.name=text", "train.max_steps=1"]
     settings += ["eval.windows=2", f"model.vocab_size={own.vocab_size + 7}", *SHAPE, *OURS["olmoe"]]
     config = tiny(*settings)
     train.train(config)
@@ -462,6 +388,9 @@ def test_an_export_of_each_kind_has_padding_and_comes_back(
     for text in MIXED:
         ids = own.encode(text)
         assert theirs.encode(text) == ids and padding not in ids
+    if kind == "strange":
+        text = f"  ä\n\n 日本 {END} 🙂"
+        assert theirs(text, split_special_tokens=True)["input_ids"] == own.encode(text)
     others = {"byte level": "[PAD]", "strange": f"<|padding {padding}|>"}
     assert theirs.pad_token == others.get(kind, "<|padding|>")
     assert (padding < own.vocab_size) == (kind == "byte level") and padding != own.eot
@@ -478,16 +407,6 @@ def test_an_export_of_each_kind_has_padding_and_comes_back(
     assert names["ids"]["input_ids"][0].tolist() == [own.eot, *own.encode("The ")]
     again = tiny(*settings, "run.name=again", f"train.init_from={out}")
     read_initial_weights(again)
-    body = json.loads((out / "tokenizer.json").read_text())
-    vocab = body["model"]["vocab"]
-    if isinstance(vocab, list):
-        vocab[-1], vocab[-2] = vocab[-2:]
-    else:
-        one, two = [*vocab][-3:-1]
-        vocab[one], vocab[two] = vocab[two], vocab[one]
-    (out / "tokenizer.json").write_text(json.dumps(body))
-    with pytest.raises(RunError, match="its tokenizer is one whose id of"):
-        read_initial_weights(again)
     shutil.copy(folders[kind] / "tokenizer.json", out)  # as another project has it
     read_initial_weights(again)
 
