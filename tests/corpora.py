@@ -2,15 +2,20 @@
 for tests.
 """
 
+import bz2
+import gzip
 import hashlib
 import itertools
 import json
+import lzma
 import random
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data import prepare, workers
 from data.bins import open_tokens, read_meta
@@ -28,8 +33,6 @@ def jsonl(texts, **more) -> bytes:
 
 
 def zstd(data: bytes) -> bytes:
-    import pyarrow
-
     stream = pyarrow.BufferOutputStream()
     with pyarrow.CompressedOutputStream(stream, "zstd") as file:
         file.write(data)
@@ -42,13 +45,27 @@ def in_parts(compress, data: bytes, parts: int = 3) -> bytes:
     return b"".join(compress(data[i : i + size]) for i in range(0, len(data), size))
 
 
-def parquet(path: Path, texts) -> None:
-    import pyarrow
-    from pyarrow import parquet
+COMPRESS = {".gz": gzip.compress, ".zst": zstd, ".bz2": bz2.compress, ".xz": lzma.compress}
+COMPRESS |= {"": bytes}
+COLUMNS = {  # of parquet
+    "string": lambda texts: pyarrow.array(texts, pyarrow.string()),
+    "large": lambda texts: pyarrow.array(texts, pyarrow.large_string()),
+    "dictionary": lambda texts: pyarrow.array(texts, pyarrow.string()).dictionary_encode(),
+    "binary": lambda texts: pyarrow.array([text.encode() for text in texts], pyarrow.binary()),
+    "view": lambda texts: pyarrow.array(texts, pyarrow.string_view()),
+}
 
-    table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
+
+def write_file(path: Path, texts: list[str], parts: int = 3) -> None:
+    """Texts as the rows of a file of the kind that its name says, which may be upper case."""
+    name = path.name.lower()
     path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(table, path, row_group_size=7)
+    if name.endswith(".parquet"):
+        column = COLUMNS[name.partition(".")[0]](texts)
+        table = pyarrow.table({"id": range(len(texts)), "text": column})
+        return parquet.write_table(table, path, row_group_size=7)
+    compress = COMPRESS.get(Path(name).suffix, bytes)
+    path.write_bytes(in_parts(compress, b"\xef\xbb\xbf" + jsonl(texts), parts))
 
 
 def write_tree(folder: Path, files: dict[str, bytes]) -> Path:

@@ -56,9 +56,6 @@ def test_rows_of_wheels(wheels, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "1 files of 2 packages" in printed and "left out: 1 duplicates, 0 near copies" in printed
     assert "2 files of 2 packages" in printed and "left out: 1 duplicates, 1 near copies" in printed
-    first = (tmp_path / "out/val.jsonl.xz").read_bytes()
-    packages.main([str(tmp_path), "--out", str(tmp_path / "out")])
-    assert (tmp_path / "out/val.jsonl.xz").read_bytes() == first
 
 
 def test_a_download_that_fails_writes_nothing(tmp_path, monkeypatch, capsys):

@@ -22,10 +22,10 @@ from corpora import (
     documents_of,
     interrupted_at,
     jsonl,
-    parquet,
     place,
     snapshot,
     split_of,
+    write_file,
     write_tree,
 )
 from hypothesis import HealthCheck, given, settings
@@ -95,9 +95,6 @@ def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
     (tmp_path / "in/a.jsonl").write_bytes(rows)
     run(*books, "--val-fraction", 0.5, "--force")
     assert "--force" not in read_meta(tmp_path / "out/text").prepare
-    texts = corpus_texts()[:20] + [f"{i} green bottles" for i in range(10)]
-    assert documents_of(tmp_path / "out/text") == split_of(texts, 0.5)
-    assert os.listdir(tmp_path / "out") == ["text"]
     shutil.rmtree(tmp_path / "in")  # a set does not need the files that it was made of
     assert "already there" in run(*books, "--val-fraction", 0.5)
     os.truncate(tmp_path / "out/text/train-00000.bin", 1000)
@@ -208,30 +205,26 @@ def hub(tmp_path, monkeypatch):
     fsspec.register_implementation("hf", real, clobber=True)
 
 
-def upload(hub, repo, name, texts, write, revision=REVISION) -> None:
+def upload(hub, repo, name, texts, revision=REVISION) -> None:
     """Puts `texts` as the file `name` into the fake hub."""
-    write(hub.root / "datasets" / f"{repo}@{revision}" / name, texts)
-
-
-def write_zst(path, texts, **more):
-    write_tree(path.parent, {path.name: corpora.in_parts(corpora.zstd, jsonl(texts, **more))})
+    write_file(hub.root / "datasets" / f"{repo}@{revision}" / name, texts)
 
 
 FINEWEB, PROOF_PILE = "HuggingFaceFW/fineweb-edu", "EleutherAI/proof-pile-2"
 CORPORA = [  # the files, and those that are asked for besides
-    ("fineweb-edu --config default --revision v1", FINEWEB, "data/{}/0.parquet", parquet),
-    ("arxiv", PROOF_PILE, "arxiv/train/{}.jsonl.zst", write_zst),
+    ("fineweb-edu --config default --revision v1", FINEWEB, "data/{}/string.parquet"),
+    ("arxiv", PROOF_PILE, "arxiv/train/{}.jsonl.zst"),
 ]
 
 
-@pytest.mark.parametrize("words, repo, form, write", CORPORA)
-def test_a_corpus_of_the_hub(run, hub, tmp_path, words, repo, form, write):
+@pytest.mark.parametrize("words, repo, form", CORPORA)
+def test_a_corpus_of_the_hub(run, hub, tmp_path, words, repo, form):
     texts = corpus_texts()
     corpus, *options = words.split()
     config, revision = ("default", "v1") if options else (None, None)
     for name, part in {"a": texts[:20], "b": texts[20:]}.items():
-        upload(hub, repo, form.format(name), part, write, revision or REVISION)
-    upload(hub, repo, "sample/10BT/0.parquet", ["no"], parquet, revision or REVISION)
+        upload(hub, repo, form.format(name), part, revision or REVISION)
+    upload(hub, repo, "sample/10BT/string.parquet", ["no"], revision or REVISION)
     args = [corpus, *options, "--val-fraction", 0.2]
     assert f"{corpus}: 2 files, " in run(*args)
     assert documents_of(tmp_path / "out" / corpus) == split_of(texts, 0.2)
@@ -239,7 +232,7 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, words, repo, form, write):
     assert source["revision"] == (revision or REVISION)
     assert source["config"] == (config or "proof-pile-2")
     assert hub.asked == [(repo, revision)]
-    if write is write_zst:  # in one request from beginning to end
+    if corpus == "arxiv":  # in one request from beginning to end
         assert hub.opened == [("a.jsonl.zst", 0), ("b.jsonl.zst", 0)]
 
     hub.reachable = False  # what is there needs no hub
@@ -250,7 +243,7 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, words, repo, form, write):
 
 def test_a_lost_connection_and_a_hub_out_of_reach(run, hub, tmp_path, monkeypatch):
     file = "arxiv/train/a.jsonl.zst"
-    upload(hub, PROOF_PILE, file, corpus_texts(), write_zst)
+    upload(hub, PROOF_PILE, file, corpus_texts())
     with monkeypatch.context() as patch:
         patch.setattr(readers, "_open", mock.Mock(side_effect=ConnectionError("connection lost")))
         out = run("arxiv", code=2)
@@ -266,19 +259,18 @@ def test_a_lost_connection_and_a_hub_out_of_reach(run, hub, tmp_path, monkeypatc
     assert re.search(says, out, re.S) and not [*(tmp_path / "out").iterdir()]
 
 
-@pytest.mark.parametrize("corpus", SOURCES)
-def test_defaults_of_a_corpus(corpus):
-    """Are those of the table that --list prints."""
-    source = SOURCES[corpus]
-    args = ["--source", "a/my.book.txt"] if source.local and not source.hub else []
-    args = prepare.parse_arguments([corpus, *args])
-    assert (args.config, args.tokenizer) == (next(iter(source.hub), None), source.tokenizer)
-    assert args.val_fraction == source.val_fraction
-    assert args.skip_bad == (corpus == "stdlib")
-    assert args.name == ("my" if corpus == "text" else corpus)
-    if source.local:
-        args = prepare.parse_arguments([corpus, "--source", "x", "--val-source", "y"])
-        assert (args.val_fraction, args.config) == (0.0, None)  # all of --source is for training
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("stdlib", {"name": "stdlib", "skip_bad": True, "tokenizer": "bytes"}),
+        ("text --source a/my.book.txt", {"name": "my", "skip_bad": False, "tokenizer": "gpt2"}),
+        ("fineweb-edu", {"config": "sample-10BT", "val_fraction": 0.0005}),
+        ("arxiv --source x --val-source y", {"config": None, "val_fraction": 0.0}),
+    ],
+)
+def test_defaults_of_a_corpus(words, wanted):
+    args = vars(prepare.parse_arguments(words.split()))
+    assert {key: args[key] for key in wanted} == wanted
 
 
 def test_the_list_of_corpora_fits_a_terminal(call):
@@ -333,19 +325,15 @@ def test_verify_describes_a_set_and_finds_every_damaged_file(run, books, tmp_pat
     assert run(prepared, "books", main=verify.main) == 2 * out  # a path is a name, too
     flip(prepared / "train-00001.bin", 8000)
     flip(prepared / "val-00000.bin", 0)
-    out = run("books", main=verify.main, code=2)
-    remedy = f" --force --out {tmp_path}/out"
-    assert "books is damaged:" in out and f"again: {meta.prepare}{remedy}" in out
-    prepared.rename(tmp_path / "out/other")
-    assert f"{meta.prepare} --force --name other --out {tmp_path}/out" in run(
-        "other", main=verify.main, code=2
-    )
-    (tmp_path / "out/other").rename(prepared)
+    prepared = prepared.rename(tmp_path / "out/other")
+    out = run("other", main=verify.main, code=2)
+    remedy = f"again: {meta.prepare} --force --name other --out {tmp_path}/out"
+    assert "other is damaged:" in out and remedy in out
     damaged = re.findall(r"(\S+): expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}", out)
     assert damaged == ["train-00001.bin", "val-00000.bin"]
     os.truncate(prepared / "train-00001.bin", 100)
     says = "train-00001.bin: expected 1998 bytes (999 tokens), found 100"
-    assert says in run("books", main=verify.main, code=2)
+    assert says in run("other", main=verify.main, code=2)
 
 
 # a text of one's own, in one file or a few

@@ -1,9 +1,6 @@
 """data/: files of every kind as input, good, bad and damaged."""
 
-import bz2
 import gzip
-import json
-import lzma
 import os
 import re
 import sys
@@ -13,6 +10,7 @@ from pathlib import Path
 import corpora
 import pyarrow
 import pytest
+from corpora import COLUMNS, COMPRESS, write_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -24,30 +22,11 @@ from data.readers import read_documents
 from data.sources import local_inputs, stdlib_inputs
 
 pytest_plugins = ["corpora"]  # its fixtures
-COMPRESS = {".gz": gzip.compress, ".zst": corpora.zstd, ".bz2": bz2.compress}
-COMPRESS |= {"": bytes, ".xz": lzma.compress}
-COLUMNS = {
-    "string": lambda texts: pyarrow.array(texts, pyarrow.string()),
-    "large": lambda texts: pyarrow.array(texts, pyarrow.large_string()),
-    "dictionary": lambda texts: pyarrow.array(texts, pyarrow.string()).dictionary_encode(),
-    "binary": lambda texts: pyarrow.array([text.encode() for text in texts], pyarrow.binary()),
-    "view": lambda texts: pyarrow.array(texts, pyarrow.string_view()),
-}
 KINDS = [f"a{kind}{end}" for kind in (".jsonl", ".json") for end in COMPRESS]
 KINDS += [f"{column}.parquet" for column in COLUMNS]
 BOM = b"\xef\xbb\xbf"
 DAMAGED = ["a.jsonl.gz", "a.txt.gz", "a.jsonl.zst", "a.txt.bz2", "a.jsonl.xz", "string.parquet"]
 TEXTS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20))
-
-
-def write_file(path: Path, kind: str, texts: list[str], parts: int = 3) -> None:
-    if kind.endswith(".parquet"):
-        column = COLUMNS[kind.partition(".")[0]](texts)
-        table = pyarrow.table({"id": range(len(texts)), "text": column})
-        return parquet.write_table(table, path, row_group_size=7)
-    data = BOM + corpora.jsonl(texts)
-    compress = COMPRESS.get(Path(kind).suffix, bytes)
-    path.write_bytes(corpora.in_parts(compress, data, parts))
 
 
 def read(path: Path, field: str = "text") -> list[str]:
@@ -64,7 +43,7 @@ def read(path: Path, field: str = "text") -> list[str]:
 def test_every_kind_of_file_gives_its_texts_back(tmp_path, kind, texts):
     for name in (kind, kind.upper()):
         path = tmp_path / name
-        write_file(path, kind, texts)
+        write_file(path, texts)
         assert read(path) == texts
         (file,) = local_inputs([path])[0]
         done = [raw.done for raw in read_documents(file, "text")]
@@ -158,7 +137,6 @@ def test_paths_that_cannot_be_read(run, tmp_path):
 
 
 ROWS = corpora.jsonl(f"row {i}" for i in range(30))
-LINE = ROWS[: len(ROWS) // 2].count(b"\n") + 1
 BAD_DOCUMENTS = {  # a line of JSON lines, or another file: what is said of it
     b'{"text"': r"is not JSON \(Expecting.*correct or remove it",
     b'\xef\xbb\xbf{"text": "a"}': r"is not JSON \(Unexpected UTF-8 BOM",
@@ -178,19 +156,20 @@ BAD_DOCUMENTS = {  # a line of JSON lines, or another file: what is said of it
 @pytest.mark.parametrize("line", BAD_DOCUMENTS, ids=range(len(BAD_DOCUMENTS)))
 def test_bad_documents(run, tmp_path, small_batches, line):
     """Named by their number in the file, whose empty lines count, or left out and counted."""
-    before, after = ROWS.splitlines(keepends=True)[: LINE - 3], ROWS
-    (tmp_path / "in.jsonl").write_bytes(b"".join(before) + b"\n \r\n" + line + b"\n\n" + after)
+    rows = ROWS.splitlines(keepends=True)
+    content = b"".join([*rows[:12], b"\n \r\n", line, b"\n\n", *rows])
+    (tmp_path / "in.jsonl").write_bytes(content)
     args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3)
     out = run(*args, code=2)
-    assert re.search(f"in.jsonl: line {LINE} .*{BAD_DOCUMENTS[line]}", out)
+    assert re.search(f"in.jsonl: line 15 .*{BAD_DOCUMENTS[line]}", out)
     assert "data.prepare --skip-bad leaves it out" in out
     assert not (tmp_path / "out/text").exists()
     out = run(*args, "--skip-bad")
     assert "left out: 0 empty documents, 1 that cannot be read, 0 for training" in out
     meta = check_dataset(tmp_path / "out/text", 257)
     assert (meta.source["bad"], meta.source["empty"]) == (1, 0)
-    texts = [json.loads(row)["text"] for row in ROWS.splitlines()]
-    wanted = corpora.split_of(texts[: LINE - 3] + texts, 0.3)
+    texts = [f"row {i}" for i in range(30)]
+    wanted = corpora.split_of(texts[:12] + texts, 0.3)
     assert corpora.documents_of(tmp_path / "out/text") == wanted
 
 
@@ -259,7 +238,7 @@ def test_the_longest_line(tmp_path, monkeypatch, end):
 def test_damaged_files(tmp_path, name, place):
     """Cut anywhere, in its second part, too, or with other bytes where it has a checksum."""
     path = tmp_path / name
-    write_file(path, name, [f"row {i}: {i * 7919 % 1000}" for i in range(300)], parts=1)
+    write_file(path, [f"row {i}: {i * 7919 % 1000}" for i in range(300)], parts=1)
     content = path.read_bytes()
     place = int(place * len(content))
     harmed = [content[:place], b"garbage" * 200]
@@ -297,7 +276,7 @@ def test_files_without_documents_beside_others_are_accepted(run, tmp_path):
     """A writer that filters may leave a parquet file without rows."""
     files = {"a.txt": b"", "a.jsonl": b"", "b.jsonl": ROWS}
     source = corpora.write_tree(tmp_path / "in", files)
-    corpora.parquet(source / "a.parquet", [])
+    write_file(source / "string.parquet", [])
     run("text", "--source", source, "--val-fraction", 0.3)
     meta = read_meta(tmp_path / "out/text")
     assert sum(split.documents for split in meta.splits.values()) == 30
