@@ -130,8 +130,6 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     """Run the command; returns the exit status."""
     args, config_arguments = make_parser().parse_known_args(argv)
     file, overrides = configure.split_command_line(config_arguments)
-    if args.slurm:
-        check_names(file, str(args.slurm))
     points = list_points(file, overrides)
     left = [point for point in points if point.steps_done() < point.config.train.max_steps]
     shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
@@ -140,7 +138,8 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         check_points(file, left, len(shares[0]), with_files=trains)
     print(format_totals(points, left), flush=True)
     if not trains:
-        warn_of_data(left)
+        for error in find_data_errors(left):  # they may run on another machine
+            print(f"warning: {error}", file=sys.stderr)
     if args.slurm:
         if left:
             write_slurm_array(args.slurm, file, left, args.parallel)
@@ -167,16 +166,6 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     return 1 if failed else 0
 
 
-def check_names(*names: str) -> None:
-    """Raise ConfigError if a name that --slurm writes into a script has a newline or the like."""
-    for name in names:
-        if not name.isprintable():
-            raise ConfigError(
-                f"--slurm: {name!r} has a newline or another character that does not print, and "
-                "would be written into a script; rename it"
-            )
-
-
 def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> None:
     """Check, before the first point starts, what would end a later one.
 
@@ -192,25 +181,20 @@ def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> 
         trained_before = Path(point.config.train.branch_from) in folders
         if not trained_before and not checkpoint.steps(point.folder / "checkpoints"):
             find_branch(point.config)
-    for folders_of_sets, vocab_size in list_sets(left):
-        check_sets(folders_of_sets, vocab_size)
+    for error in find_data_errors(left):
+        raise error
 
 
-def list_sets(points: list[Point]) -> list[tuple[tuple[Path, ...], int]]:
-    """The folders of data that the points read, each combination once with its vocab_size."""
-    sets = set()
-    for point in points:
-        sets.add((tuple(point.config.data.folders), point.config.model.vocab_size))
-    return sorted(sets)
-
-
-def warn_of_data(points: list[Point]) -> None:
-    """Print which data the points lack here; they may run on another machine."""
-    for folders_of_sets, vocab_size in list_sets(points):
+def find_data_errors(points: list[Point]) -> list[DataError]:
+    """What is wrong with the data that the points read, each combination once."""
+    sets = {(tuple(point.config.data.folders), point.config.model.vocab_size) for point in points}
+    errors = []
+    for folders, vocab_size in sorted(sets):
         try:
-            check_sets(folders_of_sets, vocab_size)
+            check_sets(folders, vocab_size)
         except DataError as error:
-            print(f"warning: {error}", file=sys.stderr)
+            errors.append(error)
+    return errors
 
 
 def list_points(file: str, overrides: list[str]) -> list[Point]:
@@ -355,7 +339,7 @@ def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | 
     path.parent.mkdir(parents=True, exist_ok=True)
     text = f"""\
 #!/usr/bin/env bash
-# {len(left)} points, one task each. From the checkout's root: sbatch {shlex.quote(str(path))}
+# {len(left)} points, one task each. Submit it with sbatch from the checkout's root.
 # Written by python -m scripts.sweep --slurm. It runs scripts/slurm/train.sbatch, which
 # explains what it needs.
 {options}
