@@ -125,6 +125,11 @@ class Memory(NamedTuple):
         """Bytes that do not depend on the batch."""
         return self.weights + self.gradients + self.optimizer + self.ema
 
+    @property
+    def saved(self) -> int:
+        """Bytes that a checkpoint holds."""
+        return self.weights + self.optimizer + self.ema
+
 
 def estimate_memory(
     config: Config, shapes: Shapes, parallel: str, shards: int, accumulates: bool = True
@@ -375,8 +380,7 @@ def check_host(config: Config, memory: Memory, device: torch.device) -> None:
     """
     n_rank = distributed.local_size()
     is_shared = config.train.parallel != "ddp" or count_expert_ranks(config) > 1
-    copy = memory.weights + memory.optimizer + memory.ema
-    need = copy * (n_rank if is_shared else 1)
+    need = memory.saved * (n_rank if is_shared else 1)
     purpose = "a checkpoint's copy of its state"
     if device.type == "cpu":
         need += n_rank * memory.state

@@ -10,7 +10,7 @@ of one tuned base, carried to the shape by optim.transfer (docs/transfer.md).
 import math
 import tomllib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,17 @@ from common.files import write_atomic
 from common.text import format_bytes
 from configure import Config, ConfigError
 from configure.schema import Model, replace
+from runtime import RunError
 from runtime.distributed import GPUS
-from runtime.memory import USABLE, Memory, count_parameters, flops_per_token
+from runtime.memory import (
+    USABLE,
+    Memory,
+    count_parameters,
+    describe_rank_problem,
+    estimate_parallelisms,
+    flops_per_token,
+    parameter_shapes,
+)
 from runtime.step_time import estimate_mfu
 
 # Layers and width, by FLOPs. Models of bytes have 32 channels to a layer, so that the smallest have
@@ -139,8 +148,6 @@ windows = {windows}  # the studies', the default
 """
 CHECKPOINTING = "\nactivation_checkpointing = true  # 8 sequences a pass do not fit without"
 
-PlanMemory = Callable[[Config, int, int], dict[tuple[str, bool], Memory]]
-
 
 def add_dial(parser: ArgumentParser) -> None:
     """Add the options of the dial to those of scripts.plan."""
@@ -155,7 +162,24 @@ def is_dialled(args: Namespace) -> bool:
     return args.budget is not None or args.hours is not None
 
 
-def write_config(args: Namespace, plan_memory: PlanMemory) -> str:
+def plan_memory(config: Config, gpus: int, gpus_per_node: int) -> dict[tuple[str, bool], Memory]:
+    """Estimate memory by (parallelism, activation checkpointing); what sends least comes first.
+
+    Raises RunError if train.expert_parallel is impossible on these GPUs.
+    """
+    shapes = parameter_shapes(config.model)
+    local_gpus = min(gpus, gpus_per_node)
+    plans = {}
+    for checkpointing in (False, True):
+        planned = replace(config, "train", activation_checkpointing=checkpointing)
+        for parallel, memory in estimate_parallelisms(planned, shapes, gpus, local_gpus).items():
+            plans[parallel, checkpointing] = memory
+    if not plans:
+        raise RunError(describe_rank_problem(config, gpus, local_gpus))
+    return plans
+
+
+def write_config(args: Namespace) -> str:
     """The text of the config that the dial asks for, written to args.write if that is given.
 
     Raises:

@@ -20,42 +20,22 @@ from common.command import build_parser, command, run_command
 from common.text import format_bytes, text_table
 from configure import Config, ConfigError
 from configure.schema import replace
-from runtime import RunError
 from runtime.distributed import GPU, GPUS
 from runtime.memory import (
     USABLE,
     Memory,
-    build_one_block,
     count_parameters,
-    describe_rank_problem,
-    estimate_parallelisms,
+    estimate_memory,
     flops_per_token,
     parameter_shapes,
 )
-from runtime.optimizers import is_for_muon
 from runtime.step_time import estimate_mfu
-from scripts.dial import add_dial, is_dialled, read_config, write_config
-
-# Bytes that a checkpoint's archive and index need for each tensor, besides its numbers: 1,823 to
-# 1,825 in 14 checkpoints of tiny models (torch 2.13, one rank, 2026-11-26).
-TENSOR_OVERHEAD = 1824
-
-
-def choose_mfu(config: Config, gpus: int, gpu: GPU, mfu: float | None) -> float:
-    """Return the asked `mfu`, or an estimate if it is None.
-
-    Raises ConfigError for an impossible `mfu`.
-    """
-    if mfu is None:
-        return estimate_mfu(config, gpu, gpus)
-    if not 0 < mfu <= 1:
-        raise ConfigError(f"--mfu {mfu:g}: expected a number above 0 and at most 1")
-    return mfu
+from scripts.dial import add_dial, is_dialled, plan_memory, read_config, write_config
 
 
 def estimate_hours(config: Config, gpus: int, gpu: GPU, mfu: float | None) -> float:
-    """Estimate the hours of a run at `mfu`, see `choose_mfu`."""
-    speed = gpus * gpu.peak * choose_mfu(config, gpus, gpu, mfu)  # FLOP/s
+    """Estimate the hours of a run at `mfu`; None estimates that, too."""
+    speed = gpus * gpu.peak * (mfu or estimate_mfu(config, gpu, gpus))  # FLOP/s
     return count_tokens(config) * flops_per_token(config.model) / speed / 3600
 
 
@@ -65,27 +45,9 @@ def count_tokens(config: Config) -> int:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Estimate the bytes of one checkpoint.
-
-    It has weights and buffers, with train.ema_decay also their running mean, and of each trained
-    weight a step count and AdamW's two moments, or Muon's one. Tables of hash layers, which are
-    below 1%, are left out.
-    """
-    model = build_one_block(config.model)
-    n_saved = 2 if config.train.ema_decay else 1  # times that weights and buffers are saved
-    trained = dict(model.named_parameters())
-    n_byte = 2 * TENSOR_OVERHEAD  # the interval's statistics and the counters of updates
-    for name, tensor in model.state_dict().items():
-        if name.endswith("hash_table"):
-            continue
-        n_copy = n_saved
-        n_tensor = n_saved
-        if name in trained:
-            n_copy += 1 if is_for_muon(config.optim, name, tensor.dim()) else 2
-            n_tensor = n_copy + 1  # and the step count
-        n_equal = config.model.n_layer if name.startswith("blocks.") else 1
-        n_byte += n_equal * (n_copy * tensor.nbytes + n_tensor * TENSOR_OVERHEAD)
-    return n_byte
+    """The bytes of one checkpoint, without its index, buffers and counters: 2% of a tiny one."""
+    alone = replace(config, "train", expert_parallel=1)
+    return estimate_memory(alone, parameter_shapes(config.model), "ddp", 1).saved
 
 
 def describe_run(config: Config, args: argparse.Namespace) -> str:
@@ -94,7 +56,7 @@ def describe_run(config: Config, args: argparse.Namespace) -> str:
     steps = config.train.max_steps
     total, active = count_parameters(config.model)
     gpu = GPUS[args.gpu]
-    mfu = choose_mfu(config, args.gpus, gpu, args.mfu)
+    mfu = args.mfu or estimate_mfu(config, gpu, args.gpus)
     hours = estimate_hours(config, args.gpus, gpu, mfu)
     origin = "estimated" if args.mfu is None else "given"
     return f"""\
@@ -114,7 +76,7 @@ def describe_memory_plans(config: Config, args: argparse.Namespace) -> str:
     """The memory of one GPU by parallelism, and the options of the first that fits."""
     plans = plan_memory(config, args.gpus, args.gpus_per_node)
     limit = USABLE * args.memory * 2**30
-    columns = {"": [*Memory._fields, "sum", f"in {args.memory:g} GiB"]}
+    columns = {"part": [*Memory._fields, "sum", f"in {args.memory:g} GiB"]}
     fitting = {}  # column: the options
     for (parallel, checkpointing), memory in plans.items():
         name = f"{parallel}, checkpointing" if checkpointing else parallel
@@ -129,29 +91,12 @@ def describe_memory_plans(config: Config, args: argparse.Namespace) -> str:
     for row in zip(*columns.values(), strict=True):
         if set(row[1:]) != {nothing}:
             rows.append(row)
-    table = text_table([*columns], rows, important=["", *fitting])
+    table = text_table([*columns], rows, important=["part", *fitting])
     remedy = "none fits: more GPUs, a smaller train.micro_batch_size, or GPUs with more memory"
     return (
         f"memory on each of {args.gpus} GPUs, {config.train.micro_batch_size} sequences at a time:"
         f"\n{table}\n{next(iter(fitting.values()), remedy)}"
     )
-
-
-def plan_memory(config: Config, gpus: int, gpus_per_node: int) -> dict[tuple[str, bool], Memory]:
-    """Estimate memory by (parallelism, activation checkpointing); what sends least comes first.
-
-    Raises RunError if train.expert_parallel is impossible on these GPUs.
-    """
-    shapes = parameter_shapes(config.model)
-    local_gpus = min(gpus, gpus_per_node)
-    plans = {}
-    for checkpointing in (False, True):
-        planned = replace(config, "train", activation_checkpointing=checkpointing)
-        for parallel, memory in estimate_parallelisms(planned, shapes, gpus, local_gpus).items():
-            plans[parallel, checkpointing] = memory
-    if not plans:
-        raise RunError(describe_rank_problem(config, gpus, local_gpus))
-    return plans
 
 
 def load_planned(args: argparse.Namespace, overrides: list[str]) -> Config:
@@ -174,7 +119,7 @@ def load_planned(args: argparse.Namespace, overrides: list[str]) -> Config:
             f"{given[0]}: --budget and --hours choose all settings; leave it out, "
             "and override the config that --write wrote"
         )
-    text = write_config(args, plan_memory)
+    text = write_config(args)
     print(text)
     return read_config(text)
 
@@ -198,10 +143,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--mfu", type=float, help="model FLOPs utilisation (default: estimated)")
     args, overrides = parser.parse_known_args(argv)
     args.memory = GPUS[args.gpu].memory if args.memory is None else args.memory
-    for name in ("gpus", "gpus_per_node", "memory"):
+    for name in ("gpus", "gpus_per_node", "memory", "mfu"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected more than 0")
+    if args.mfu and args.mfu > 1:
+        raise ConfigError(f"--mfu {args.mfu}: is a share of the peak, so at most 1")
     config = load_planned(args, overrides)
     print(f"{describe_run(config, args)}\n{describe_memory_plans(config, args)}")
 

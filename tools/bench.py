@@ -1,7 +1,7 @@
 """How fast it is: alternatives timed in turn within one process, compared by ratios of medians.
 
     python -m tools.bench step CONFIG [--section.key=value ...]
-    python -m tools.bench moe [--shape N C H E K] [--dtype float32 ...]
+    python -m tools.bench moe [--dtype float32 ...]
 
 step     a training step of train.py (all passes, update, statistics) on random tokens, at rate 0
 moe      kernels.expert_mlp against F.grouped_mm and one dense MLP of as many FLOPs, forward and
@@ -44,7 +44,7 @@ from common.command import build_parser, command, run_command
 from common.files import write_atomic
 from common.text import first_line, text_table
 from configure import Config
-from runtime import RunError, distributed
+from runtime import distributed
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder
 from runtime.memory import estimate_memory, flops_per_token, parameter_shapes
@@ -280,9 +280,7 @@ def bench_moe(args: Namespace, overrides: list[str]) -> Benchmark:
     if overrides:
         raise ValueError(f"unknown options {' '.join(overrides)}: moe takes no config keys")
     device = distributed.pick_device("auto")
-    N, C, H, E, K = shape = tuple(args.shape or MOE_SHAPE[device.type])
-    if not (0 < K <= E and min(shape) > 0):
-        raise RunError(f"--shape {N} {C} {H} {E} {K}: all must be 1 or more, and K at most E")
+    N, C, H, E, K = shape = MOE_SHAPE[device.type]
     bench = Benchmark(args, device)
     print(f"N {N}, C {C}, H {H}, E {E}, K {K}; TFLOP/s: of 12·N·K·C·H FLOPs, both passes")
     for name in args.dtype or MOE_DTYPES[device.type]:
@@ -307,7 +305,6 @@ def main(argv: list[str] | None = None) -> int:
     step.add_argument("config", help="config file; --section.key=value overrides it")
     step.add_argument("--profile", metavar="FILE", help="for a trace")
     moe = subparsers.add_parser("moe")
-    moe.add_argument("--shape", nargs=5, type=int, metavar=("N", "C", "H", "E", "K"))
     moe.add_argument("--dtype", nargs="+", choices=("float16", "bfloat16", "float32"))
     for subparser in (step, moe):
         subparser.add_argument("--rounds", type=int, default=10, help="(default: %(default)s)")
