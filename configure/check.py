@@ -104,7 +104,7 @@ def _explain(key: str, value: Any, error: Any) -> str:
     entry = error["loc"][2:]  # the path within the table that the key holds
     reason = "".join(f"{name!r}: " for name in entry)
     reason += error["msg"].removeprefix("Value error, ")
-    if error["type"] == "literal_error" and isinstance(value, str):
+    if "enum" in KEYS[key] and isinstance(value, str):
         reason += _suggest(value, KEYS[key]["enum"])
     if (key, value) == ("train.device", "mps"):
         reason += "; a Mac trains on its CPU: leave it at 'auto', with train.dtype = 'auto'"
@@ -154,19 +154,16 @@ def format_toml(value: Any) -> str:
 def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
     """List the errors between keys, one line each, for a run on `world_size` ranks."""
     return [
-        *_check_model(config.model),
-        *_check_balance(config.model, config.train),
+        *_check_model(config.model, config.train),
         *_check_batch(config.train, world_size),
-        *_check_expert_parallel(config.model, config.train),
         *_check_warmup(config),
-        *_check_router_groups(config.model, config.train),
         *_check_tasks(config),
         *_check_branch(config.train, config.optim),
         *_check_transfer(config),
     ]
 
 
-def _check_model(model: Model) -> Iterator[str]:
+def _check_model(model: Model, train: Train) -> Iterator[str]:
     heads = model.n_head
     groups = model.n_kv_head
     unit = heads
@@ -187,7 +184,9 @@ def _check_model(model: Model) -> Iterator[str]:
     if model.gated and model.bias:
         yield "model.gated = true has no biases; set --model.bias=false or --model.gated=false"
     if model.router != "dense":
-        yield from _check_experts(model)
+        yield from _check_experts(model, train)
+        yield from _check_router_groups(model, train)
+        yield from _check_balance(model, train)
     elif model.n_hash_layer:  # other keys of experts may be set: a sweep over routers has "dense"
         yield (
             f"model.n_hash_layer = {model.n_hash_layer}: a dense model has no experts; "
@@ -195,16 +194,7 @@ def _check_model(model: Model) -> Iterator[str]:
         )
 
 
-def _check_expert_parallel(model: Model, train: Train) -> Iterator[str]:
-    n = train.expert_parallel
-    if model.router != "dense" and model.n_expert % n:
-        yield (
-            f"model.n_expert = {model.n_expert} does not divide among train.expert_parallel = {n} "
-            f"ranks; set --train.expert_parallel={gcd(model.n_expert, n)}"
-        )
-
-
-def _check_experts(model: Model) -> Iterator[str]:
+def _check_experts(model: Model, train: Train) -> Iterator[str]:
     top_k = model.top_k
     if top_k > model.n_expert:
         yield (
@@ -221,12 +211,18 @@ def _check_experts(model: Model) -> Iterator[str]:
             f"model.n_hash_layer = {model.n_hash_layer} is more than model.n_layer = "
             f"{model.n_layer}; set --model.n_hash_layer={model.n_layer}"
         )
+    n = train.expert_parallel
+    if model.n_expert % n:
+        yield (
+            f"model.n_expert = {model.n_expert} does not divide among train.expert_parallel = {n} "
+            f"ranks; set --train.expert_parallel={gcd(model.n_expert, n)}"
+        )
 
 
 def _check_router_groups(model: Model, train: Train) -> Iterator[str]:
     groups = model.router_groups
     group_k = model.router_group_k
-    if model.router == "dense" or groups == group_k == 1:
+    if groups == group_k == 1:
         return
     chosen = f"model.router_groups = {groups}"
     if model.n_hash_layer:
@@ -260,8 +256,6 @@ def _check_router_groups(model: Model, train: Train) -> Iterator[str]:
 
 def _check_balance(model: Model, train: Train) -> Iterator[str]:
     """Check what balances loads."""
-    if model.router == "dense":
-        return
     quantile = train.bias_update == "quantile"
     rate = train.bias_update_rate
     if quantile and rate:
@@ -369,7 +363,8 @@ def _check_transfer(config: Config) -> Iterator[str]:
             f"model.n_embd / model.n_head = {head_size}; "
             f"set --optim.base_width={_round_up(width, head_size)} or another model.n_head"
         )
-    yield from _check_base_hidden(config)
+    if width:
+        yield from _check_base_hidden(config)
     if config.train.init_from:
         yield (
             f"train.init_from = {config.train.init_from}: optim.transfer = mup scales random "
@@ -390,8 +385,6 @@ def _check_base_hidden(config: Config) -> Iterator[str]:
     base_hidden = config.optim.base_hidden
     hidden = model.active_hidden
     proportional = max(1, round(hidden * base_width / model.n_embd))
-    if not base_width:
-        return  # reported already
     if not base_hidden:
         yield (
             "optim.transfer = mup: optim.base_hidden = 0 is no width; set it to the "

@@ -31,12 +31,6 @@ def read_rank_variable(name: str) -> int:
     return value
 
 
-def check_rank_variables() -> None:
-    """Raise ValueError if one of LEAST is no such number."""
-    for name in LEAST:
-        read_rank_variable(name)
-
-
 USAGE = """\
 usage: python train.py FILE [--section.key=value ...]
 
@@ -56,7 +50,8 @@ def from_command_line(argv: Sequence[str]) -> Config:
     if "-h" in argv or "--help" in argv:
         _exit(0, f"{USAGE}\n\n{help_text()}")
     try:
-        check_rank_variables()
+        for name in LEAST:
+            read_rank_variable(name)
     except ValueError as error:  # each process prints it: which is the first is unknown
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -128,11 +123,7 @@ def _describe_type(key: str) -> str:
 
 def _exit(status: int, text: str) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
-        try:
-            print(text, file=sys.stderr if status else sys.stdout, flush=True)
-        except BrokenPipeError:  # the reader has left, as in `--help | head`
-            # the interpreter flushes stdout once more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(text, file=sys.stderr if status else sys.stdout)
     raise SystemExit(status)
 
 

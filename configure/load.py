@@ -60,13 +60,21 @@ class ConfigInput(NamedTuple):
     in_file: dict[str, Any]
     given: dict[str, Any]  # overrides from the command line
     axes: Axes
-    listed: dict[str, list]  # axes of the command line
+    overrides: Sequence[str]  # the command line itself
     added: list[str]  # keys of axes of the command line that the file has not
 
     @property
     def open_axes(self) -> Axes:
         """The axes whose keys the command line leaves open."""
         return {keys: rows for keys, rows in self.axes.items() if keys[0] not in self.given}
+
+    def list_points(self) -> list[list[str]]:
+        """The overrides of each run; see `sweep_points`."""
+        points = [_as_overrides(self.given, self.given.values())]
+        for keys, rows in self.open_axes.items():
+            choices = [_as_overrides(keys, row) for row in rows]
+            points = [[*point, *choice] for point in points for choice in choices]
+        return points
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -> Config:
@@ -138,10 +146,7 @@ def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[s
         ConfigError: as `load` does, and if two points would write to the same folder.
     """
     read = _read(path, overrides)
-    points = [_as_overrides(read.given, read.given.values())]
-    for keys, rows in read.open_axes.items():
-        choices = [_as_overrides(keys, row) for row in rows]
-        points = [[*point, *choice] for point in points for choice in choices]
+    points = read.list_points()
     owners: dict[tuple[str, str], list[str]] = {}  # folder: the point that writes there
     for point in points:
         config = load(path, point)
@@ -312,7 +317,7 @@ def _read(path: str | Path, overrides: Sequence[str]) -> ConfigInput:
     _raise_if(errors)
     in_name = [*sweep, "model.router", "run.seed", "run.name", "run.dir"]
     added = [key for key in listed if key not in in_name]
-    return ConfigInput(path, in_file, given, axes, listed, added)
+    return ConfigInput(path, in_file, given, axes, overrides, added)
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -373,18 +378,11 @@ def _find_axis_errors(
 
 
 def _describe_open_axes(read: ConfigInput) -> str:
-    axes = read.open_axes
-    given = _as_overrides(read.given, read.given.values())
-    first = [*given]
-    for linked, rows in axes.items():
-        first += _as_overrides(linked, rows[0])
-    listed = _as_overrides(read.listed, read.listed.values())
-    sweep = shlex.join([str(read.path), *given, *listed])
-    first_point = shlex.join([str(read.path), *first])
-    keys = list(itertools.chain(*axes))
-    where = f"{COMMAND_LINE}:" if read.listed.keys() >= {*keys} else str(read.path)
+    keys = itertools.chain(*read.open_axes)
+    sweep = shlex.join([str(read.path), *read.overrides])
+    first_point = shlex.join([str(read.path), *read.list_points()[0]])
     return (
-        f"{where} sweeps {', '.join(keys)}, and one run needs one value of each\n"
+        f"{read.path}: one run needs one value of each axis: {', '.join(keys)}\n"
         f"  train all: python -m scripts.sweep {sweep}\n"
         f"  train one: python train.py {first_point}\n"
         f"  plan one: python -m scripts.plan {first_point}"

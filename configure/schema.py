@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
-from pydantic_core import PydanticCustomError
 
 
 def key(
@@ -82,9 +81,9 @@ ROUTER_FILE = Path(__file__).parents[1] / "router.py"
 
 
 @cache
-def read_router_names(file: Path = ROUTER_FILE) -> list[str]:
+def read_router_names() -> list[str]:
     """The names in the dict literal ROUTERS, read from the source: router.py imports torch."""
-    source = file.read_text(encoding="utf-8")
+    source = ROUTER_FILE.read_text(encoding="utf-8")
     routers = source.partition("\nROUTERS: ")[2].partition("\n}")[0]  # a line each
     return re.findall(r'^    "(.+?)":', routers, re.MULTILINE)
 
@@ -317,11 +316,6 @@ class Model(Section):
     )
 
     @property
-    def has_tables(self) -> bool:
-        """Return True if layers choose experts by tables, which have top_k columns."""
-        return self.n_hash_layer > 0
-
-    @property
     def active_hidden(self) -> int:
         """Hidden units of a block that act on a token."""
         return (self.top_k + self.n_shared_expert) * self.expert_hidden
@@ -332,9 +326,7 @@ class Model(Section):
         """Check for a name of ROUTERS, or what may be a formula: `router.find_spec` reads it."""
         if value not in read_router_names() and "," not in value:
             choices = ", ".join(repr(name) for name in read_router_names())
-            raise PydanticCustomError(
-                "literal_error", "Input should be {c}, or a formula with commas", {"c": choices}
-            )
+            raise ValueError(f"Input should be {choices}, or a formula with commas")
         return value
 
 
@@ -556,13 +548,6 @@ class Train(Section):
         "then uses flash attention or plain products, never cuDNN's",
         resume=True,
     )
-
-    @field_validator("device", mode="before")
-    @classmethod
-    def _refuse_mps(cls, value: Any) -> Any:
-        if value == "mps":
-            raise ValueError("Apple's GPUs are not used; on a Mac set cpu, or auto")
-        return value
 
     @field_validator("branch_from", "init_from")  # a trailing slash makes no other run
     @classmethod
