@@ -216,9 +216,8 @@ def check_dataset(folder: Path, vocab_size: int) -> Meta:
             f"set with another --tokenizer"
         )
     check_lengths(folder, meta)
-    shards = list_shards(meta)
-    if sum(2 * shard.tokens for shard in shards) <= HASHED_BYTES:
-        for shard, faults in scan_shards(folder, shards, meta.tokenizer):
+    if sum(2 * shard.tokens for shard in list_shards(meta)) <= HASHED_BYTES:
+        for shard, faults in scan_shards(folder, meta):
             if faults:
                 raise DataError(f"{folder / shard.name}: {faults[0]}. {name_remedy(meta, folder)}")
     return meta
@@ -244,16 +243,14 @@ def list_shards(meta: Meta) -> list[Shard]:
 
 def scan_shards(
     folder: Path,
-    shards: Sequence[Shard],
-    tokenizer: TokenizerInfo,
+    meta: Meta,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> Iterator[tuple[Shard, list[str]]]:
-    """Read shards completely, several at once, and check them.
+    """Read the shards of both splits completely, several at once, and check them.
 
     Args:
         folder: of the set.
-        shards: its files.
-        tokenizer: its vocabulary has all ids.
+        meta: its description.
         progress: called with the number of tokens read since the last call.
 
     Yields:
@@ -269,7 +266,7 @@ def scan_shards(
             while data := file.read(CHUNK_BYTES):
                 digest.update(data)
                 ids = np.frombuffer(data, "<u2")
-                bad_id = bad_id or _find_bad_id(ids, tokenizer["vocab_size"], position)
+                bad_id = bad_id or _find_bad_id(ids, meta.tokenizer["vocab_size"], position)
                 position += len(ids)
                 progress(len(ids))
         faults = [bad_id] if bad_id else []
@@ -277,6 +274,7 @@ def scan_shards(
             faults.append(f"expected sha256 {shard.sha256}, found {digest.hexdigest()}")
         return faults
 
+    shards = list_shards(meta)
     with ThreadPoolExecutor() as pool:  # hashing and numpy release the interpreter lock
         yield from zip(shards, pool.map(scan, shards), strict=True)
 

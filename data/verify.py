@@ -40,10 +40,9 @@ def verify_dataset(folder: Path) -> str:
     meta = bins.read_meta(folder)
     bins.check_lengths(folder, meta)
     faults: list[str] = []
-    shards = bins.list_shards(meta)
-    total = sum(shard.tokens for shard in shards)
+    total = sum(split.tokens for split in meta.splits.values())
     with progress_bar(desc="tokens", total=total, unit_scale=True) as bar:
-        for shard, found in bins.scan_shards(folder, shards, meta.tokenizer, bar.update):
+        for shard, found in bins.scan_shards(folder, meta, bar.update):
             faults += [f"{shard.name}: {fault}" for fault in found]
     if faults:
         raise DataError(

@@ -23,7 +23,6 @@ from data.tokenizer import ByteTokenizer, open_tokenizer
 from data.writer import Writer
 
 BYTES = ByteTokenizer()
-REPO_ROOT = Path(__file__).parents[1]
 
 
 def jsonl(texts, **more) -> bytes:

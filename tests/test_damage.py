@@ -14,7 +14,7 @@ from runs import content, steps
 import configure
 import train
 from data import verify
-from data.bins import list_shards, read_meta, scan_shards
+from data.bins import read_meta, scan_shards
 from eval import val_loss
 from hf.export import export
 from report import __main__ as report
@@ -147,7 +147,7 @@ def test_an_error_of_the_disk_names_the_shard_and_the_record(folder):
     for file in (shard, folder / "main.jsonl"):
         file.symlink_to("/proc/self/mem")
     with pytest.raises(OSError, match=f"Input/output error: '{shard}'"):
-        list(scan_shards(shard.parent, list_shards(meta), meta.tokenizer))
+        list(scan_shards(shard.parent, meta))
     with pytest.raises(OSError, match=f"Input/output error: '{folder / 'main.jsonl'}'"):
         read_lines(folder / "main.jsonl")
 

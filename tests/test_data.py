@@ -16,7 +16,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import requests
-from corpora import BYTES, REPO_ROOT, edit_meta, write_ids
+from corpora import BYTES, edit_meta, write_ids
+from runs import REPO_ROOT
 
 from data import DataError, bins, tokenizer
 from data.bins import check_dataset, fingerprint, open_tokens

@@ -90,9 +90,12 @@ def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
         (tmp_path / "in/a.jsonl").write_bytes(rows if changed else rows.swapcase())
         out = run(*books, *changed, code=2)
         assert message in out and "--force" in out and "--name" in out
+    (tmp_path / "in/a.jsonl").write_bytes(rows)
+    renamed = (tmp_path / "in/b.jsonl").rename(tmp_path / "in/c.jsonl")
+    assert "inputs was '" in run(*books, code=2)
+    renamed.rename(tmp_path / "in/b.jsonl")
     assert snapshot(tmp_path / "out") == before
 
-    (tmp_path / "in/a.jsonl").write_bytes(rows)
     run(*books, "--val-fraction", 0.5, "--force")
     assert "--force" not in read_meta(tmp_path / "out/text").prepare
     shutil.rmtree(tmp_path / "in")  # a set does not need the files that it was made of
@@ -368,7 +371,6 @@ def test_a_few_documents_are_cut_each(few, tmp_path, small_batches, many_workers
         "val": "<|endoftext|>".join(text[cut:] for text, cut in zip(texts, cuts, strict=True)),
     }
     assert [split.documents for split in read_meta(tmp_path / "out/text").splits.values()] == [9, 9]
-    few("text", main=verify.main)
     out = few(*args)
     assert "already there" in out and "warning" not in out
 
@@ -427,7 +429,6 @@ def test_val_source(few, tmp_path, small_batches, many_workers):
     assert documents_of(tmp_path / "out/text") == {"train": train, "val": val}
     source = read_meta(tmp_path / "out/text").source
     assert (source["empty"], source["bad"], source["shared"]) == (1, 0, 3)
-    few("text", main=verify.main)
     assert "already there" in few(*args)
     assert "val_fraction was 0.0, is 0.05" in few(*args[:3], code=2)
     (tmp_path / "c.txt").write_text("other")
