@@ -1,4 +1,4 @@
-"""Every Triton kernel at 125m.toml's shapes, compiled for an H100 or H200 without one.
+"""Every Triton kernel at 125m.toml's widths, compiled for an H100 or H200 without one.
 
 ptxas says how many registers each spills and whether it waits for every product (wgmma) alone.
 """
@@ -16,11 +16,11 @@ import pytest
 import torch
 from runs import REPO_ROOT
 
+from configure.schema import Model
+
 pytest.importorskip("triton")
 
 SM = 90
-N, C, H, E, K, V = 32768, 768, 384, 64, 8, 50304  # 125m.toml, 64 windows of 512 tokens
-N_SEQUENCE = 64
 LARGEST_SHARED = 227 * 1024  # bytes that a block may have on sm_90
 SPILLED = {"weight_grad": 32}  # outside of its loop over rows; other kernels spill nothing
 
@@ -61,46 +61,25 @@ def read_machine_code(compiled):
 
 
 def launch_all():
-    """Both passes of each kernel on tensors without values."""
-    from kernels import (
-        triton_adamw,
-        triton_cross_entropy,
-        triton_experts,
-        triton_linear,
-        triton_norm,
-        triton_router,
-    )
-    from kernels.cross_entropy import gradient_scale
+    """Both passes of each kernel, as runtime/kernel_check.py launches them for 125m.toml."""
+    import kernels
+    from kernels import cross_entropy, triton_kernels, triton_router
     from router import KERN
+    from runtime import kernel_check
 
-    half, fp32 = torch.float16, torch.float32
-
-    def empty(*shape, dtype=half):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    x, w_in, w_out, weights = empty(N, C), empty(E, C, H), empty(E, H, C), empty(N, K, dtype=fp32)
-    experts = empty(N, K, dtype=torch.int64)
-    out, *kept = triton_experts.forward(x, w_in, w_out, weights, experts, False)
-    triton_experts.backward(out, x, w_in, w_out, weights, *kept, silu=False, grad_dtype=fp32)
-    triton_cross_entropy.softmax_cross_entropy(
-        empty(N, V), empty(N, dtype=torch.int64), empty(N, dtype=fp32), gradient_scale(half), True
-    )
-    logits, stream = empty(N, E, dtype=fp32), empty(N, C, dtype=fp32)
-    bias, c = logits[0], logits[0, :1]  # γ is as large as c
-    formula = (KERN.phi, KERN.pre, KERN.post)
-    gates, chosen, _, _, probability, _, z_loss = triton_router.forward(
-        logits, bias, c, c, *formula, K, N_SEQUENCE
-    )
-    for upstream in ((gates, None, None), (gates, probability, z_loss)):
-        triton_router.backward(logits, chosen, c, c, *formula, N_SEQUENCE, *upstream)
-    triton_linear.forward(stream, empty(E, C, dtype=fp32), c)
-    triton_linear.backward(logits, stream, empty(E, C, dtype=fp32))
-    norms = triton_norm.forward(stream, x, stream[0], None, 1e-5, False, half, True)
-    triton_norm.backward(*norms, stream, stream[0], 1e-5, False, half, False)
-    master, scalar = empty(E, C, H, dtype=fp32), c[0]
-    triton_adamw.adamw_step(
-        master, master, master, master, w_out, scalar, scalar, scalar, 1e-3, (0.9, 0.95), 1e-8, 0.1
-    )
+    with (
+        mock.patch.object(kernels, "triton", triton_kernels),
+        mock.patch.object(kernels, "choose_backend", return_value="triton"),
+        mock.patch.object(cross_entropy, "choose_backend", return_value="triton"),
+        mock.patch.object(kernel_check, "is_near", return_value=True),
+        mock.patch.object(kernel_check, "ROWS", 16),
+    ):
+        kernel_check.find_wrong_kernel(Model(), 32768, torch.device("cpu"), torch.float16)
+    # of several sequences, and without losses of the router
+    logits, formula = torch.randn(512, 64), (KERN.phi, KERN.pre, KERN.post)
+    bias, c = logits[0], logits[0, :1]
+    gates, chosen, *_ = triton_router.forward(logits, bias, c, c, *formula, 8, 4)
+    triton_router.backward(logits, chosen, c, c, *formula, 4, gates, None, None)
 
 
 def compile_all():
