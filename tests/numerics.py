@@ -61,16 +61,12 @@ def assert_near(
     Where terms cancel, the sum is smaller than its error deserves: `size`, like `wanted`, is then
     √Σ term².
     """
-    assert actual.shape == wanted.shape, (
-        f"{name}: {tuple(actual.shape)}, wanted {tuple(wanted.shape)}"
-    )
+    assert actual.shape == wanted.shape, name
     actual, wanted = actual.detach().double(), wanted.detach().double()
     error = (actual - wanted).norm().item()
-    norm = (wanted if size is None else size.double()).norm().item()
-    share = error / (tolerance * norm) if norm else 0.0 if error == 0 else math.inf
-    relative = error / max(norm, 1e-300)
-    message = f"{name}: error {relative:.1e} is {share:.2f} of the tolerance {tolerance:.1e}"
-    assert share <= SHARE, message
+    limit = SHARE * tolerance * (wanted if size is None else size.double()).norm().item()
+    # not of an infinite norm
+    assert error == 0 or error < limit, f"{name}: error {error:.1e}, at most {limit:.1e}"
 
 
 def differentiate(
