@@ -591,8 +591,11 @@ def test_commands_of_a_refusal_keep_the_overrides(tmp_path):
     file.write_text('sweep."run.seed, optim.lr" = [[1, 1e-3], [2, 2e-3]]')
     given = ["--train.max_steps=600", "--run.dir=it's mine", "--model.router=[dense,kern]"]
     error = message(file, *given)
+    says, *lines = error.splitlines()
+    wanted = "one run needs one value of each axis: run.seed, optim.lr, model.router"
+    assert says == f"{file}: {wanted}"
     words = {}
-    for line in error.splitlines()[1:]:
+    for line in lines:
         title, _, command = line.strip().partition(": ")
         words[title] = shlex.split(command)
     first = [*given[:2], "--run.seed=1", "--optim.lr=0.001", "--model.router=dense"]

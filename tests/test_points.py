@@ -1,7 +1,6 @@
 """configure/load.py: the [sweep] of a config file, its points, their names, linked axes, errors."""
 
 import re
-import shlex
 
 import pytest
 
@@ -72,15 +71,16 @@ def test_a_wrong_axis_fails_before_the_first_run(write, axis, names):
 
 
 @pytest.mark.parametrize(
-    "text",
+    "text, overrides",
     [
-        "sweep.run.seed = [1, 1]",
-        "run.name = 'x'\nsweep.run.seed = [1, 2]",
-        'sweep."model.n_expert, model.top_k" = [[64, 16], [64, 16]]',
+        ("sweep.run.seed = [1, 1]", []),
+        ("run.name = 'x'\nsweep.run.seed = [1, 2]", []),
+        ("run.name = 'x'", ["--optim.lr=[1e-3, 2e-3]"]),
+        ('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 16]]', []),
     ],
 )
-def test_points_never_share_a_folder(write, text):
-    message = refuse(sweep_points, write(text))
+def test_points_never_share_a_folder(write, text, overrides):
+    message = refuse(sweep_points, write(text), overrides)
     assert "two points would write to runs/" in message and "leave run.name unset" in message
     assert len(sweep_points(write("run.name = 'x'\nsweep.run.dir = ['a', 'b']"))) == 2
 
@@ -116,6 +116,8 @@ def test_a_list_on_the_command_line_is_an_axis(write):
     point = ["--log.interval=3", "--model.router=dense", "--optim.lr=0.5", "--run.seed=0"]
     assert sweep_points(file, [*axes, "--log.interval=3"])[0] == point
     assert len(sweep_points(file, ['--model.router=["kern"]'])) == 2
+    names = name_runs(write(name="y.toml"), "--model.router=[kern,tanh, dense]")
+    assert names == ["y-kern", "y-tanh", "y-dense"]
     text = refuse(sweep_points, file, ['--run.seed=[0, "x"]'])
     assert text.startswith("command line: ") and "run.seed = 'x': " in text
     assert len(sweep_points(file, ["--run.seed=[0, 1]", "--run.seed=2"])) == 4  # the last one wins
@@ -125,16 +127,3 @@ def test_a_list_on_the_command_line_is_an_axis(write):
     (point,) = sweep_points(write(), ['--eval.tasks=["a", "b"]'])
     assert load(write(), point).eval.task_names == ["a", "b"]
     assert "model.router = '[kern': " in refuse(sweep_points, file, ["--model.router=[kern"])
-
-
-def test_a_run_refuses_a_list_and_names_the_sweep(write):
-    text = refuse(load, write(), ["--optim.eps=1e-7", "--model.router=[kern,tanh, dense]"])
-    assert "x.toml: one run needs one value of each axis: model.router\n" in text
-    (command,) = re.findall("python -m scripts.sweep (.*)", text)
-    file, *overrides = shlex.split(command)
-    configs = [load(file, point) for point in sweep_points(file, overrides)]
-    assert [config.model.router for config in configs] == ["kern", "tanh", "dense"]
-    assert {config.optim.eps for config in configs} == {1e-7}
-    file = write(SWEEP)
-    assert "each axis: model.router, optim.lr, run.seed\n" in refuse(load, file, ["--run.seed=[1]"])
-    assert "each axis: optim.lr\n" in refuse(load, file, ["--model.router=kern"])

@@ -16,24 +16,32 @@ from runtime.state import build_model, initialize
 STD = 0.06
 OUT = STD / math.sqrt(2 * 2)  # of residual projections in a base of two layers
 DECAY = 0.5
-# (std, or value of a vector; rate under AdamW; rate under Muon) for m times the base's width, h
-# times its hidden width and d times its depth. Gates of sqrtgate have norm 1, count as √K = 2.
-INPUT = ("attn.qkv.weight", "mlp.w_in.weight", "shared.w_in.weight", "experts.w_in")
-TABLE = {
-    ("wte.weight", "wpe.weight", "lm_head.weight"): lambda m, h, d: (STD, 1, 1),
-    ("ln_f.weight",): lambda m, h, d: (1 / m, 1 / m, 1 / m),
-    ("ln_f.bias",): lambda m, h, d: (0, 1 / m, 1 / m),
-    ("ln_1.weight", "ln_2.weight"): lambda m, h, d: (1, 1, 1),
-    ("ln_1.bias", "ln_2.bias", "qkv.bias", "mlp.w_in.bias"): lambda m, h, d: (0, 1, 1),
-    INPUT: lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m**0.5),
-    ("router.weight",): lambda m, h, d: (STD / m**0.5, 1 / m, 1 / m),
-    ("attn.proj.weight",): lambda m, h, d: (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
-    ("attn.proj.bias", "mlp.w_out.bias"): lambda m, h, d: (0, 1 / d, 1 / d),
-    ("mlp.w_out.weight", "shared.w_out.weight"): lambda m, h, d: (
-        (OUT / h**0.5 / d, 1 / h / d, 1 / h**0.5 / d)
-    ),
-    ("experts.w_out",): lambda m, h, d: (2 * OUT / h**0.5 / d, 2 / h / d, 2 / h**0.5 / d),
-}
+SHAPE = {"block_size": 64, "vocab_size": 97, "n_expert": 6, "top_k": 4}
+
+
+def table(m, h, d):
+    """{ends of names: (std, or value of a vector; rate under AdamW; rate under Muon)} for m times
+    the base's width, h times its hidden width and d times its depth.
+
+    Gates of sqrtgate have norm 1, count as √K = 2.
+    """
+    of_input = (STD / m**0.5, 1 / m, 1 / m**0.5)
+    of_hidden = (OUT / h**0.5 / d, 1 / h / d, 1 / h**0.5 / d)
+    return {
+        ("wte.weight", "wpe.weight", "lm_head.weight"): (STD, 1, 1),
+        ("ln_f.weight",): (1 / m, 1 / m, 1 / m),
+        ("ln_f.bias",): (0, 1 / m, 1 / m),
+        ("ln_1.weight", "ln_2.weight"): (1, 1, 1),
+        ("ln_1.bias", "ln_2.bias", "qkv.bias", "mlp.w_in.bias"): (0, 1, 1),
+        ("attn.qkv.weight", "mlp.w_in.weight", "shared.w_in.weight", "experts.w_in"): of_input,
+        ("router.weight",): (STD / m**0.5, 0.25 / m, 0.25 / m),  # router_lr_ratio
+        ("attn.proj.weight",): (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
+        ("attn.proj.bias", "mlp.w_out.bias"): (0, 1 / d, 1 / d),
+        ("mlp.w_out.weight", "shared.w_out.weight"): of_hidden,
+        ("experts.w_out",): tuple(2 * value for value in of_hidden),
+    }
+
+
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 
 
@@ -58,47 +66,30 @@ def build(model: Model, optim: Optim) -> GPT:
 @pytest.mark.parametrize("router", ["sqrtgate", "dense"])
 def test_sizes_and_rates_are_of_the_table(name, m, h, d, router):
     """Rate times decay is that of "none". Groups' own ratios stay factors."""
-    model = Model(
-        n_layer=2 * d,
-        n_head=2 * m,
-        n_embd=64 * m,
-        block_size=64,
-        vocab_size=97,
-        n_expert=6,
-        top_k=4,
-        expert_hidden=16 * h,
-        n_shared_expert=1,
-        bias=True,
-        tie_embeddings=False,
-        init_std=STD,
-        router=router,
-    )
+    shape = {"n_layer": 2 * d, "n_head": 2 * m, "n_embd": 64 * m, "expert_hidden": 16 * h} | SHAPE
+    more = {"n_shared_expert": 1, "bias": True, "tie_embeddings": False, "init_std": STD}
     keys = {"name": name, "weight_decay": DECAY, "router_lr_ratio": 0.25}
     optim = Optim(**keys, transfer="mup", base_width=64, base_hidden=80, base_layers=2)
-    gpt = build(model, optim)
-    optimizer = build_optimizer(gpt, optim)
+    gpt = build(Model(router=router, **shape, **more), optim)
+    groups = build_optimizer(gpt, optim).param_groups
+    of_name = {end: row for ends, row in table(m, h, d).items() for end in ends}
     checked = set()
     for parameter, p in gpt.named_parameters():
-        (ends,) = [ends for ends in TABLE if parameter.endswith(ends)]
-        checked |= {end for end in ends if parameter.endswith(end)}
-        size, by_adamw, by_muon = TABLE[ends](m, h, d)
+        (end,) = [end for end in of_name if parameter.endswith(end)]
+        checked.add(end)
+        size, by_adamw, by_muon = of_name[end]
+        (group,) = [group for group in groups if any(p is q for q in group["params"])]
         rate = by_muon if name == "muon" else by_adamw
-        is_router = ends == ("router.weight",)
-        if is_router:
-            rate *= 0.25
-        (group,) = [
-            group for group in optimizer.param_groups if any(p is q for q in group["params"])
-        ]
         assert group["lr_ratio"] == pytest.approx(rate, rel=1e-6), parameter
         if p.dim() == 1:
             assert p.detach().numpy() == pytest.approx(size, rel=1e-6), parameter
             assert group["weight_decay"] == 0
             continue
         assert p.std().item() == pytest.approx(size, rel=4 / math.sqrt(2 * p.numel())), parameter
-        decay = DECAY * 0.25 if is_router else DECAY
-        assert group["lr_ratio"] * group["weight_decay"] == pytest.approx(decay), parameter
+        decay = DECAY * 0.25 if end == "router.weight" else DECAY
+        assert rate * group["weight_decay"] == pytest.approx(decay), parameter
     others = ("router", "shared", "experts") if router == "dense" else ("mlp.",)
-    assert checked == {end for ends in TABLE for end in ends if not end.startswith(others)}
+    assert checked == {end for end in of_name if not end.startswith(others)}
 
 
 def train(model: Model, optim: Optim, n_step: int = 5, dtype=torch.float32) -> tuple[list, GPT]:
@@ -119,17 +110,7 @@ def train(model: Model, optim: Optim, n_step: int = 5, dtype=torch.float32) -> t
     return losses, gpt
 
 
-SMALL = Model(
-    n_layer=2,
-    n_head=2,
-    n_embd=16,
-    block_size=8,
-    vocab_size=13,
-    n_expert=6,
-    top_k=4,
-    expert_hidden=8,
-    init_std=0.2,
-)
+SMALL = Model(n_layer=2, n_head=2, n_embd=16, expert_hidden=8, init_std=0.2, **SHAPE)
 ROOT_K = "sqrtexp, post=l2 over topk, c=2"  # its gates have norm √K by themselves
 
 
