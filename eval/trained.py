@@ -1,12 +1,9 @@
 """Load a run's model for evaluation: the weights of a checkpoint, or their EMA."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from configure import Config
 from data import DataError
@@ -21,27 +18,19 @@ from data.bins import (
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer, open_tokenizer
 from model import GPT
 from runtime import RunError, checkpoint
-from runtime.checkpoint import LazyTensors
 from runtime.memory import check_host_memory, count_parameters
-from runtime.parallel import without_parameters
 from runtime.runs import Run, check_settings
 
 
 class Trained(NamedTuple):
     """A model and its origin."""
 
-    model: GPT  # on the CPU, in evaluation mode; with `lazy`, without memory for parameters
+    model: GPT  # on the CPU, in evaluation mode
     config: Config
     step: int  # of its checkpoint
     metadata: dict[str, Any]  # of the checkpoint: sha256 of data and tokenizer, the wandb id
     folder: Path  # runs/<name>
     ema: bool = False  # True if the weights are the running mean (train.ema_decay)
-    lazy: LazyTensors | None = None  # the weights, if they stay in the checkpoint
-
-    @property
-    def state(self) -> Mapping[str, torch.Tensor]:
-        """The model's weights and buffers."""
-        return self.model.state_dict() if self.lazy is None else self.lazy
 
     @property
     def label(self) -> str:
@@ -78,19 +67,13 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_model(
-    folder: str | Path,
-    step: int | None = None,
-    ema: bool = False,
-    lazy: bool = False,
-) -> Trained:
+def load_model(folder: str | Path, step: int | None = None, ema: bool = False) -> Trained:
     """Load the model of a run.
 
     Args:
         folder: of the run.
         step: of the checkpoint; by default the last.
         ema: load the running mean (train.ema_decay) in place of the weights.
-        lazy: read no weights; `Trained.state` then reads each when it is needed.
 
     Raises:
         ValueError: the folder is not a run; a checkpoint is missing or damaged; the run has no
@@ -104,19 +87,16 @@ def load_model(
             f"or train with --train.ema_decay=0.999"
         )
     step = _choose_step(run, step)
-    if not lazy:
-        n_parameter, _ = count_parameters(config.model)
-        check_host_memory(folder, "its weights", 4 * n_parameter)
-    with without_parameters() if lazy else nullcontext():
-        model = GPT(config.model).eval().requires_grad_(False)
+    n_parameter, _ = count_parameters(config.model)
+    check_host_memory(folder, "its weights", 4 * n_parameter)
+    model = GPT(config.model).eval().requires_grad_(False)
     weights, metadata = checkpoint.open_weights(run.checkpoint_folder, step, model, ema)
     check_settings(config, metadata, checkpoint.folder_of(run.checkpoint_folder, step))
-    if not lazy:
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(weights[name])
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(weights[name])
     if config.data.document_mask:
         model.document_token = metadata["document_token"]
-    return Trained(model, config, step, metadata, folder, ema, weights if lazy else None)
+    return Trained(model, config, step, metadata, folder, ema)
 
 
 def _choose_step(run: Run, step: int | None) -> int:
@@ -183,10 +163,7 @@ def _check_tokenizer(trained: Trained, folder: Path) -> None:
 
 
 def load_run(
-    folder: str | Path,
-    step: int | None = None,
-    ema: bool = False,
-    lazy: bool = False,
+    folder: str | Path, step: int | None = None, ema: bool = False
 ) -> tuple[Trained, Tokenizer]:
     """Load a run's model, see `load_model`, and its tokenizer.
 
@@ -196,7 +173,7 @@ def load_run(
         ValueError: as for `load_model`; the set in data.dir has another tokenizer; or both set and
             tokenizer are missing.
     """
-    trained = load_model(folder, step, ema, lazy)
+    trained = load_model(folder, step, ema)
     folders = trained.config.data.folders
     for data in folders:
         if (data / "meta.json").is_file():

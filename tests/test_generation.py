@@ -239,9 +239,6 @@ def run(tiny):
 def test_last_intact_checkpoint_is_loaded(run, capsys):
     last = load_model(run)
     assert (last.step, last.label) == (8, "step_00000008") and not last.model.training
-    lazy = load_model(run, 6, lazy=True)
-    for name, tensor in load_model(run, 6).model.state_dict().items():
-        assert torch.equal(lazy.state[name], tensor)
     (run / "checkpoints/step_00000002").rename(run / "checkpoints/step_00000002.damaged")
     assert load_model(run).step == 8 and "damaged" not in capsys.readouterr().out
     (run / "checkpoints/step_00000008").rename(run / "checkpoints/step_00000008.damaged")

@@ -293,7 +293,7 @@ def test_host_known_to_be_too_small_is_refused(tiny, monkeypatch, device, words,
 def test_commands_refuse_a_model_that_the_host_cannot_hold(
     tiny, tiny_file, tmp_path, call, monkeypatch
 ):
-    """Before anything is allocated or written. An export reads one tensor at a time."""
+    """Before anything is allocated or written."""
     run(tiny())
     folder = path_of(tiny())
     n_byte = 4 * memory.count_parameters(tiny().model)[0]
@@ -307,9 +307,13 @@ def test_commands_refuse_a_model_that_the_host_cannot_hold(
     for more in ([], ["--train.parallel=zero2"]):
         error = call(train.main, tiny_file, "--run.name=new", *more, code=2)
         assert "MiB of memory are needed for its state and" in error
+    for out, more, share in (("a", [], 2), ("b", ["--check"], 4)):
+        host.return_value = share * n_byte - 1
+        assert "are needed for its export" in call(
+            export.main, folder, tmp_path / out, *more, code=2
+        )
+    host.return_value = 2 * n_byte
     call(export.main, folder, tmp_path / "export")
-    host.return_value = 2 * n_byte - 1
-    assert "--check in float64" in call(export.main, folder, tmp_path / "b", "--check", code=2)
     assert {*tmp_path.iterdir()} == {folder.parent, tiny_file, tmp_path / "export"}
     assert [*folder.parent.iterdir()] == [folder]
 

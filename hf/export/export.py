@@ -4,11 +4,10 @@
     python -m scripts.export runs/quickstart-kern OUT --check    load it again, compare with the run
     model = AutoModelForCausalLM.from_pretrained("OUT", trust_remote_code=True)
 
-OUT holds model.safetensors (above 5 GB several files and an index), config.json,
-generation_config.json, the tokenizer's files, README.md (a model card) and settings.toml (the run's
-settings). A dense model with learned positions is written as a GPT-2, a mixture that OLMoE,
-Qwen3-MoE or Mixtral computes as one of these, any other with the code it needs. The exit code of
---check is 1 if something differs.
+OUT holds model.safetensors, config.json, generation_config.json, the tokenizer's files, README.md
+(a model card) and settings.toml (the run's settings). A dense model with learned positions is
+written as a GPT-2, a mixture that OLMoE, Qwen3-MoE or Mixtral computes as one of these, any other
+with the code it needs. The exit code of --check is 1 if something differs.
 """
 
 import json
@@ -16,8 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,6 @@ from hf.formats import FORMATS, OPEN_MOES
 from hf.tokenizer_files import choose_padding, write_json, write_tokenizer
 from hf.weight_files import (
     DIGEST,
-    INDEX,
     ONE_FILE,
     ORIGIN,
     format_origin,
@@ -45,7 +42,6 @@ from hf.weight_files import (
 from model import GPT
 from router import find_spec
 from runtime import RunError
-from runtime.checkpoint import LazyTensors
 from runtime.identity import RUN_ID
 from runtime.memory import check_host_memory, count_parameters
 
@@ -69,7 +65,6 @@ CODE = {  # file in an export of form "nanokern": its source in this repository
 # norm, router and rotation to fp32.
 LIMIT = 1e-5
 LIMIT_OF_MOES = 1e-4
-FILE_BYTES = 5_000_000_000  # of weights in a file; so many are in memory at a time
 ROWS = 4  # of tokens, for --check
 ODD_TEXTS = [
     "",
@@ -120,7 +115,7 @@ def export_run(
             f"eval.downstream, eval.val_loss), or train with --data.document_mask=false"
         )
     model = trained.config.model
-    weights = trained.state
+    weights = trained.model.state_dict()
     biases = [weights[name] for name in weights if name.endswith("selection_bias")]
     form = choose_form(model, any(bias.any() for bias in biases))
     config = describe_model(trained, tokenizer, form, dtype)
@@ -134,7 +129,9 @@ def export_run(
             write_json(folder / "config.json", config)
             write_json(folder / "generation_config.json", generation)
             rounded = round_weights(weights, DTYPES[dtype], form)
-            write_weights(split_weights(rounded, form, model), folder, config[ORIGIN])
+            named = FORMATS[form].from_own(rounded, model)
+            written = {name: tensor.contiguous() for name, tensor in named.items()}
+            write_weights(written, folder, config[ORIGIN])
             write_tokenizer(tokenizer, folder, model.block_size, config["pad_token_id"])
             # not config.toml, which makes a folder a run
             shutil.copy(trained.folder / "config.toml", folder / "settings.toml")
@@ -180,74 +177,40 @@ def describe_generation(config: dict[str, Any], tokenizer: Tokenizer) -> dict[st
     return generation
 
 
-def write_weights(
-    parts: Iterable[dict[str, Tensor]], folder: Path, origin: Mapping[str, str]
-) -> None:
-    """Write model.safetensors, or several files and their index if there are several `parts`.
+def write_weights(weights: dict[str, Tensor], folder: Path, origin: Mapping[str, str]) -> None:
+    """Write model.safetensors.
 
     Args:
-        parts: see `split_weights`.
+        weights: by the names of the export.
         folder: of the export.
-        origin: which weights of which run these are, written into each file.
+        origin: which weights of which run these are.
     """
-    paths = []
-    total_size = 0
-    weight_map = {}
-    for part in parts:
-        path = folder / f"model-{len(paths) + 1:05}.safetensors"
-        # transformers needs "pt"
-        metadata = {"format": "pt", DIGEST: hash_tensors(part), ORIGIN: format_origin(origin)}
-        save_file(part, path, metadata)
-        shutil.copymode(folder / "config.json", path)  # safetensors writes 0600
-        paths.append(path)
-        total_size += sum(tensor.nbytes for tensor in part.values())
-        weight_map.update(dict.fromkeys(part, path.name))
-        del part
-    if len(paths) == 1:
-        paths[0].rename(folder / ONE_FILE)
-        return
-    write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+    path = folder / ONE_FILE
+    # transformers needs "pt"
+    metadata = {"format": "pt", DIGEST: hash_tensors(weights), ORIGIN: format_origin(origin)}
+    save_file(weights, path, metadata)
+    shutil.copymode(folder / "config.json", path)  # safetensors writes 0600
 
 
-def split_weights(
-    weights: Mapping[str, Tensor], form: str, model: Model
-) -> Iterator[dict[str, Tensor]]:
-    """Yield weights by the names of the export, in parts of up to FILE_BYTES or of one weight."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name in weights:
-        tensor = weights[name]
-        if part and size + tensor.nbytes > FILE_BYTES:
-            yield part
-            part = {}
-            size = 0
-        size += tensor.nbytes
-        for theirs, view in FORMATS[form].from_own({name: tensor}, model).items():
-            part[theirs] = view.contiguous()
-    yield part
-
-
-def round_weights(weights: Mapping[str, Tensor], dtype: torch.dtype, form: str) -> LazyTensors:
-    """The weights that an export has, by the names of model.py; each is rounded when it is read.
+def round_weights(state: Mapping[str, Tensor], dtype: torch.dtype, form: str) -> dict[str, Tensor]:
+    """The weights that an export has, by the names of model.py.
 
     Those of routers stay in fp32. transformers' own mixtures have no constant c on gates: in an
     export to these it is multiplied into w_out, and c is 1.
 
     Args:
-        weights: state of the run's model.
+        state: of the run's model.
         dtype: of the export.
         form: a key of FORMATS.
     """
-
-    def round_one(name: str) -> Tensor:
-        tensor = weights[name]
+    rounded = {}
+    for name, tensor in state.items():
         if form in OPEN_MOES and name.endswith("experts.w_out"):
-            tensor = tensor * weights[name.replace("experts.w_out", "router.c")]
+            tensor = tensor * state[name.replace("experts.w_out", "router.c")]
         if form in OPEN_MOES and name.endswith("router.c"):
             tensor = torch.ones_like(tensor)
-        return tensor if ".router." in name else tensor.to(dtype)
-
-    return LazyTensors({name: partial(round_one, name) for name in weights})
+        rounded[name] = tensor if ".router." in name else tensor.to(dtype)
+    return rounded
 
 
 def format_card(trained: Trained, form: str, dtype: str) -> str:
@@ -303,7 +266,7 @@ def compare_tokenizers(out: Path, own: Tokenizer) -> None:
 def compare_logits(trained: Trained, tokenizer: Tokenizer, out: Path, config: Any) -> None:
     """Compare logits of random rows in fp64. Raises RunError if they differ.
 
-    The run's weights are first rounded to the export's dtype. One model is in memory at a time.
+    The run's weights are first rounded to the export's dtype.
     """
     from transformers import AutoModelForCausalLM
 
@@ -319,9 +282,7 @@ def compare_logits(trained: Trained, tokenizer: Tokenizer, out: Path, config: An
     logits = theirs(idx).logits
     del theirs
     own = GPT(model).eval().double()
-    rounded = round_weights(trained.state, DTYPES[config["dtype"]], form)
-    for name, tensor in own.state_dict().items():
-        tensor.copy_(rounded[name])
+    own.load_state_dict(round_weights(trained.model.state_dict(), DTYPES[config["dtype"]], form))
     difference = (logits - own.logits(own.hidden(idx)[0])).abs().max().item()
     limit = LIMIT_OF_MOES if form in OPEN_MOES else LIMIT
     line = f"logits of {ROWS} random rows: at most {difference:.2g} apart"
@@ -342,10 +303,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.check:
         require_packages("transformers", requirements="requirements/dev.txt")
-    trained, tokenizer = load_run(args.run, args.step, args.ema, lazy=True)
-    if args.check:
-        n_parameter, _ = count_parameters(trained.config.model)
-        check_host_memory(args.run, "--check in float64", 8 * n_parameter)
+    trained, tokenizer = load_run(args.run, args.step, args.ema)
+    n_parameter, _ = count_parameters(trained.config.model)
+    n_byte = 16 if args.check else 8  # the run's weights and a copy; for --check a model in fp64
+    check_host_memory(args.run, "its export", n_byte * n_parameter)
     export_run(trained, tokenizer, args.out, args.dtype)
     print(f"{args.out}: {args.run} at step {trained.step}")
     if choose_padding(tokenizer, trained.config.model.vocab_size) is None:
