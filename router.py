@@ -249,8 +249,6 @@ class Router(nn.Module):
         self.spec = spec
         self.fused: Fused | None = None  # `kernels.route`: computes the same faster, where it can
         self.linear: Linear = F.linear  # or `kernels.linear`: as exact, faster on a GPU
-        # (N, K) experts that take the place of the choice, see eval/traces.py
-        self.replay: Tensor | None = None
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
         nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(n_expert)) if spec.bias else None
@@ -276,7 +274,9 @@ class Router(nn.Module):
         """
         with torch.autocast(x.device.type, enabled=False):
             logits = self._logits(x)  # (N, E)
-            given = self._given_experts(ids)
+            given = None
+            if self.hash_table is not None:
+                given = self.hash_table[ids].flatten(0, -2)  # (N, K)
             if given is None and self.fused is not None:
                 routing = self._choose_fused(logits, n_sequence)
                 if routing is not None:
@@ -288,12 +288,6 @@ class Router(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         return self.linear(x.to(dtype), self.weight.to(dtype), bias)
-
-    def _given_experts(self, ids: Tensor | None) -> Tensor | None:
-        """Experts (N, K) that do not depend on scores: of a trace or a hash table."""
-        if self.replay is not None or self.hash_table is None:
-            return self.replay
-        return self.hash_table[ids].flatten(0, -2)
 
     def _choose_fused(self, logits: Tensor, n_sequence: int) -> Routing | None:
         """What `choose` gives, by `fused`, with statistics; None where that cannot compute it."""
@@ -309,11 +303,7 @@ class Router(nn.Module):
         return Routing(weights, experts, scores, logits, tuple(stats))
 
     def choose(self, logits: Tensor, experts: Tensor | None = None) -> Routing:
-        """Apply the formula to logits (N, E); `experts` (N, K), if given, replace the choice.
-
-        Raises:
-            ValueError: `experts` have another N or K.
-        """
+        """Apply the formula to logits (N, E); `experts` (N, K), if given, replace the choice."""
         spec = self.spec
         phi = PHI[spec.phi]
         if spec.chooses_by_logits:
@@ -328,11 +318,6 @@ class Router(nn.Module):
             if self.group_k < self.n_group:
                 shifted = leave_best_groups(shifted, self.n_group, self.group_k)
             experts = top_k_indices(shifted, self.top_k)  # (N, K)
-        elif experts.shape != (len(logits), self.top_k):
-            raise ValueError(
-                f"experts to replay are {tuple(experts.shape)}, (tokens, top_k) are "
-                f"{(len(logits), self.top_k)}; take the trace of these tokens"
-            )
 
         weights = scores.gather(-1, experts)  # (N, K), without β: it shifts only the choice
         if spec.chooses_by_logits:

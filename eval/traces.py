@@ -1,8 +1,6 @@
 """Routing traces: experts and gates of every token, to replay in another model (docs/traces.md).
 
-A training loop replays a trace by `replay_routing`, as reinforcement learning does with the experts
-that its sampler chose (arXiv 2510.11370). Shapes: L layers with experts, W windows of T tokens,
-N = W·T, K experts chosen per token.
+Shapes: L layers with experts, W windows of T tokens, N = W·T, K experts chosen per token.
 """
 
 import io
@@ -42,34 +40,6 @@ def record_decisions(model: GPT) -> Iterator[list[Routing]]:
         for router in find_routers(model):
             hooks.enter_context(router.register_forward_hook(record))
         yield decisions
-
-
-@contextmanager
-def replay_routing(model: GPT, experts: Tensor) -> Iterator[None]:
-    """Send tokens to the given experts; routers compute the gates, with gradients.
-
-    A training step runs both its passes within: the backward pass may recompute activations.
-
-    Args:
-        model: not wrapped; its weights may be sharded.
-        experts: (L, N, K) of any integer type, for the N tokens of every pass within.
-
-    Raises:
-        ValueError: the number of layers differs; a pass raises it if N or K differs.
-    """
-    routers = find_routers(model)
-    if len(routers) != len(experts):
-        raise ValueError(
-            f"experts to replay are of {len(experts)} layers, the model has {len(routers)}: "
-            f"take its own"
-        )
-    for router, chosen in zip(routers, experts.to(model.head.device).long(), strict=True):
-        router.replay = chosen
-    try:
-        yield
-    finally:
-        for router in routers:
-            router.replay = None
 
 
 class Trace(NamedTuple):
