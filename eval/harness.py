@@ -5,7 +5,6 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from data.tokenizer import Tokenizer
 from eval.scoring import Scorer
@@ -24,7 +23,6 @@ class Adapter(TemplateLM):
         self.scorer = scorer
         self.ranks = scorer.ranks
         self.tokens = tokenizer
-        self.max_length = scorer.model.config.block_size
         # label of the progress bar, which only the first rank shows
         self.progress = None if self.ranks.rank else "scored"
 
@@ -55,26 +53,12 @@ class Adapter(TemplateLM):
             pairs.append((context or [self.prefix_token_id], continuation))
         return list(self.scorer.score(pairs, self.progress))
 
-    def loglikelihood_rolling(
-        self, requests: Sequence[Instance], disable_tqdm: bool = False
-    ) -> list[float]:
-        """Score whole texts, in disjoint windows."""
-        pairs = []
-        owners = []  # the text of each window
-        for number, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0])
-            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-            for window in windows:
-                pairs.append(make_disjoint_window(window))
-                owners.append(number)
-        sums = [0.0] * len(requests)
-        scores = self.scorer.score(pairs, None if disable_tqdm else self.progress)
-        for owner, score in zip(owners, scores, strict=True):
-            sums[owner] += score.loglikelihood
-        return sums
-
-    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> Any:
+        """Refuse what is neither a choice nor a continuation."""
         raise RunError(
-            "the task asks for generated text, not for likelihoods; write the run as a "
-            "transformers model (python -m scripts.export) and score that: lm_eval --model hf"
+            "the task asks for generated text, or scores whole texts (for these: eval.val_loss); "
+            "write the run as a transformers model (python -m scripts.export) and score that: "
+            "lm_eval --model hf"
         )
+
+    loglikelihood_rolling = generate_until
