@@ -1,7 +1,6 @@
 """eval/generation.py with scripts/sample.py, and eval/trained.py: by hand, and as commands."""
 
 import json
-import math
 import shutil
 
 import pytest
@@ -9,6 +8,12 @@ import torch
 from corpora import write_ids
 from numerics import seeded
 from runs import REPO_ROOT, change_facts
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import configure
 import train
@@ -20,75 +25,54 @@ from runtime import RunError
 from runtime.folder import path_of
 from scripts import sample
 
-
-def sampled_probabilities(logits, temperature, top_k, top_p):
-    """{token: probability} by brute force: divide, keep k, then the fewest whose mass reaches p."""
-    ranked = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
-    exps = [math.exp((logits[token] - max(logits)) / temperature) for token in ranked]
-    chosen, mass = {}, 0.0
-    for token, exp in zip(ranked, exps, strict=True):
-        if mass < top_p:
-            chosen[token] = exp / sum(exps)
-            mass += chosen[token]
-    return {token: probability / sum(chosen.values()) for token, probability in chosen.items()}
-
-
-LOGITS = [0.3, 2.0, -1.0, 1.2, 0.0, 1.6]
-SETTINGS = [
-    (1.0, 0, 1.0),
-    (0.5, 0, 1.0),
-    (2.0, 3, 1.0),
-    (0.8, 4, 0.6),
-    (1.0, 0, 0.85),
-    (0.09, 0, 1.0),
-]
-
-
-@pytest.mark.parametrize("temperature, top_k, top_p", SETTINGS)
-def test_tokens_are_sampled_as_often_as_expected(temperature, top_k, top_p):
-    generator, draws = torch.Generator().manual_seed(0), 3000
-    choice = generation.SamplingParams(temperature, top_k, top_p)
-    drawn = generation.sample_token(torch.tensor([LOGITS] * draws), choice, generator)
-    counts = torch.bincount(drawn, minlength=len(LOGITS)).tolist()
-    expected = sampled_probabilities(LOGITS, temperature, top_k, top_p)
-    for token, count in enumerate(counts):
-        p = expected.get(token, 0.0)
-        assert abs(count - draws * p) <= 4 * math.sqrt(draws * p * (1 - p)), token
+LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.2, 0.0, 1.6])
 
 
 @pytest.mark.parametrize(
-    "choice", [{"temperature": 0}, {"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-6}]
+    "temperature, top_k, top_p",
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (0.8, 4, 0.6), (1.0, 0, 0.85), (0.09, 0, 1.0)],
 )
-def test_greedy_in_several_ways(choice):
+def test_tokens_are_sampled_as_often_as_by_transformers(temperature, top_k, top_p):
+    warpers = [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p)]
+    if top_k:
+        warpers.insert(1, TopKLogitsWarper(top_k))
+    expected = LogitsProcessorList(warpers)(None, LOGITS[None]).softmax(-1)[0]
+    draws = 3000
+    params = generation.SamplingParams(temperature, top_k, top_p)
     drawn = generation.sample_token(
-        torch.tensor([LOGITS, LOGITS[::-1]]), generation.SamplingParams(**choice)
+        LOGITS.expand(draws, -1), params, torch.Generator().manual_seed(0)
     )
-    assert drawn.tolist() == [1, 4]
-    if choice.get("top_p"):  # one of two equal ones is enough for half of all
-        half = generation.SamplingParams(top_p=0.5)
-        assert len(set(generation.sample_token(torch.zeros(99, 2), half).tolist())) == 1
+    off = drawn.bincount(minlength=6) / draws - expected
+    assert (off.abs() <= 4 * (expected * (1 - expected) / draws).sqrt()).all(), off
+
+
+def test_greedy_in_several_ways():
+    for choice in ({"temperature": 0}, {"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-6}):
+        params = generation.SamplingParams(**choice)
+        drawn = generation.sample_token(torch.stack([LOGITS, LOGITS.flip(0)]), params)
+        assert drawn.tolist() == [1, 4], choice
+    # one of two equal ones is enough for half of all
+    half = generation.SamplingParams(top_p=0.5)
+    assert len(generation.sample_token(torch.zeros(99, 2), half).unique()) == 1
+
+
+SMALL = {
+    "model.n_embd": 32,
+    "model.n_layer": 2,
+    "model.n_head": 2,
+    "model.block_size": 16,
+    "model.vocab_size": 64,
+    "model.expert_hidden": 8,
+    "model.n_expert": 8,
+    "model.top_k": 2,
+    "model.init_std": 0.3,
+}
 
 
 def small_model(**settings):
-    values = {
-        "model.n_embd": 32,
-        "model.n_layer": 2,
-        "model.n_head": 2,
-        "model.block_size": 16,
-        "model.vocab_size": 64,
-    }
-    values |= {
-        "model.expert_hidden": 8,
-        "model.n_expert": 8,
-        "model.top_k": 2,
-        "model.init_std": 0.3,
-        **settings,
-    }
-    config = configure.load(
-        REPO_ROOT / "config/125m.toml", [f"--{key}={value}" for key, value in values.items()]
-    ).model
+    words = [f"--{key}={value}" for key, value in (SMALL | settings).items()]
     torch.manual_seed(0)
-    return GPT(config).eval()
+    return GPT(configure.load(REPO_ROOT / "config/125m.toml", words).model).eval()
 
 
 def without_cache(model, prompt, count):
@@ -131,31 +115,35 @@ def test_texts_end_and_padding_is_never_drawn():
 
 @pytest.fixture(scope="module")
 def trained(module_tiny):
-    train.train(config := module_tiny("train.checkpoint_interval=2"))
+    """A run with checkpoints of steps 2, 4, 6 and 8, whose data set is named like the run."""
+    own = ["train.max_steps=8", "train.checkpoint_interval=2", "train.keep_checkpoints=9"]
+    train.train(config := module_tiny(*own))
     return path_of(config)
 
 
-def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, call):
-    def text(*words):
-        return call(sample.main, trained, "--prompt", "a bee ", "--tokens", 20, *words)
+# arguments of the command; the checkpoint, and the options of generate_text that give the same
+SAMPLES = {
+    "--seed 1": (8, {"seed": 1}),
+    "--seed 2": (8, {"seed": 2}),
+    "--seed 1 --checkpoint 2": (2, {"seed": 1}),
+    "--seed 1 --temperature 0": (8, {"temperature": 0}),
+    "--seed 2 --top-k 1": (8, {"temperature": 0}),
+}
 
-    first = text("--seed", "1")
-    assert first.startswith("a bee ") and len(first) > len("a bee \n")
-    assert text("--seed", "1") == first
-    assert text("--seed", "2") != first
-    assert text("--checkpoint", "2", "--seed", "1") != first  # the weights of another checkpoint
-    greedy = text("--temperature", "0", "--seed", "1")
-    assert greedy == text("--top-k", "1", "--seed", "2")
-    run, tokenizer = load_run(trained)
-    for options, printed in (({"seed": 1}, first), ({"temperature": 0}, greedy)):
-        written = generation.generate_text(run.model, tokenizer, "a bee ", tokens=20, **options)
-        assert written == printed[:-1]
+
+def test_sample_prints_what_generate_text_returns(trained, call):
+    printed = []
+    for words, (step, options) in SAMPLES.items():
+        run, tokenizer = load_run(trained, step)
+        wanted = ""
+        for prompt in ("a bee ", "maps"):
+            text = generation.generate_text(run.model, tokenizer, prompt, 20, **options)
+            wanted += f"{text}\n"
+        words = ["--prompt", "a bee ", "maps", "--tokens", 20, *words.split()]
+        printed.append(call(sample.main, trained, *words))
+        assert printed[-1] == wanted and wanted.startswith("a bee ")
+    assert len(set(printed)) == 4  # two are greedy
     assert generation.generate_text(run.model, tokenizer, "a bee ", tokens=0) == "a bee "
-    both = call(sample.main, trained, "--temperature", 0, "--tokens", 5, "--prompt", "a", "bee")
-    texts = []
-    for prompt in ("a", "bee"):
-        texts.append(generation.generate_text(run.model, tokenizer, prompt, 5, temperature=0))
-    assert both == f"{texts[0]}\n{texts[1]}\n"
 
 
 def test_sample_prints_characters_at_once(trained, capsys, monkeypatch):
@@ -189,7 +177,7 @@ def test_sample_prints_characters_at_once(trained, capsys, monkeypatch):
 
 SAMPLE_ERRORS = {
     "nothing": "no such folder",
-    "RUN --checkpoint 3": "no checkpoint of step 3, it has 2, 4; name one of these",
+    "RUN --checkpoint 3": "no checkpoint of step 3, it has 2, 4, 6, 8; name one of these",
     f"RUN --prompt {'x' * 32}": "a prompt of 32 tokens: with the token that begins a document",
     "RUN --temperature -1": "--temperature and --top-k must be at least 0",
     "RUN --top-k -1": "--temperature and --top-k must be at least 0",
@@ -198,7 +186,7 @@ SAMPLE_ERRORS = {
     "RUN --tokens 0": "--tokens 0: expected 1 or more",
     "RUN --ema": "has no EMA of its weights (train.ema_decay = 0); leave --ema out",
     "EMPTY": "no checkpoint, it has none; train it first",
-    "DAMAGED": "no checkpoint, it has none; damaged: 2, 4; train it first",
+    "DAMAGED": "no checkpoint, it has none; damaged: 2, 4, 6, 8; train it first",
     "CHANGED --checkpoint 2": "step_00000002: its weights were trained with other settings",
 }
 
@@ -229,11 +217,8 @@ def test_the_longest_prompt_and_intact_checkpoints_do(trained, faulty, call):
 
 # ---- eval/trained.py: a run's weights and tokenizer
 @pytest.fixture
-def run(tiny):
-    """A run with checkpoints of steps 2, 4, 6 and 8, whose data set is named like the run."""
-    config = tiny("train.max_steps=8", "train.checkpoint_interval=2", "train.keep_checkpoints=9")
-    train.train(config)
-    return path_of(config)
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "tiny")
 
 
 def test_last_intact_checkpoint_is_loaded(run, capsys):
