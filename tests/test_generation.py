@@ -233,7 +233,9 @@ def test_last_intact_checkpoint_is_loaded(run, capsys):
 
 
 def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
-    """The data set's; without the set, the known one of the same hash; never another."""
+    """The data set's; without the set, the known one of the same hash; never another. Of a mixture:
+    test_mixture.py.
+    """
     trained, tokenizer = load_run(run)
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines()[1:])  # after the id
     assert tokenizer.eot == 256
@@ -246,10 +248,5 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="no known tokenizer is that of tiny"):
         load_run(run)
     write_ids(tmp_path / "gone/tiny", range(99), range(99), tokenizer=ByteTokenizer())
-    # the first set of a mixture is missing
-    mix = {"absent": 1.0, "tiny": 1.0}
-    file.write_text(file.read_text().replace("mix = {}", "mix = {absent = 1.0, tiny = 1.0}"))
-    newest = run / "checkpoints/step_00000008"
-    change_facts(newest, lambda facts: facts["settings"].update({"data.mix": mix}))
     with pytest.raises(ValueError, match="gone/tiny: its tokenizer .'bytes'. is not that of tiny"):
         load_run(run)

@@ -6,18 +6,15 @@ import math
 import re
 import shutil
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from corpora import jsonl, write_ids
-from numerics import SEED, assert_near, tolerance
-from runs import change_facts, largest_file, read_tables
+from numerics import SEED, tolerance
+from runs import largest_file, read_tables
 from runs import run as train_run
 
-import configure
-from configure.schema import Mix
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import scoring, val_loss
 from eval.trained import load_model
@@ -41,7 +38,6 @@ def dense_run(module_tiny):
     """
     # 6 windows: 4, then 2
     own = ["train.micro_batch_size=4", "train.checkpoint_interval=2", f"run.seed={SEED}"]
-    own += ["train.ema_decay=0.5"]
     train_run(config := module_tiny("model.router=dense", "run.name=dense", *own))
     return path_of(config)
 
@@ -50,8 +46,8 @@ def dense_run(module_tiny):
 def score(dense_run, capsys):
     """score("--stride", 8): the lines of JSON that the command writes, and what it prints."""
 
-    def call(*arguments, label="step_00000004"):
-        file = dense_run / f"eval/{label}/val_loss.json"
+    def call(*arguments, step=4):
+        file = dense_run / f"eval/step_{step:08}/val_loss.json"
         file.unlink(missing_ok=True)
         assert main([str(dense_run), *map(str, arguments)]) == 0
         return [json.loads(line) for line in file.read_text().splitlines()], capsys.readouterr().out
@@ -76,10 +72,12 @@ def by_hand(model, documents, block, stride):
     return nats
 
 
-def assert_close(measured, wanted, name):
+def assert_values(line, wanted):
     """Equal but for the rounding of fp32 in the model; sums over windows are in fp64."""
-    values = (torch.tensor([float(value)], dtype=torch.float64) for value in (measured, wanted))
-    assert_near(*values, tolerance(torch.float32, 32), name)
+    limit = tolerance(torch.float32, 32)
+    for key, value in wanted.items():
+        near = pytest.approx(value, rel=limit) if isinstance(value, float) else value
+        assert line[key] == near, key
 
 
 @pytest.mark.numerics
@@ -88,18 +86,17 @@ def test_loss_equals_the_logged_one(dense_run, score):
     for line in read_metrics(dense_run / "metrics.jsonl", ARRAYS):
         if "val/loss" in line:
             steps[line["step"]] = line
-    (line,), _ = score()
-    losses = np.array(steps[4]["val/window_losses"])
-    assert_close(line["loss"], losses.mean(), "loss")
-    assert (line["windows"], line["tokens"], line["split"], line["step"]) == (6, 6 * 32, "val", 4)
-    wanted = clustered(losses, steps[4]["val/window_documents"])
-    assert [line["loss"], line["low"], line["high"]] == pytest.approx(wanted[:3], rel=1e-3)
-    assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
-    assert main([str(dense_run)]) == 0  # results are added
+    for step in (2, 4):
+        (line,), _ = score("--checkpoint", step, step=step)
+        losses = np.array(steps[step]["val/window_losses"])
+        counts = {"windows": 6, "tokens": 6 * 32, "split": "val", "step": step}
+        mean = losses.mean()
+        assert_values(line, counts | {"loss": mean, "perplexity": math.exp(mean)})
+        wanted = clustered(losses, steps[step]["val/window_documents"])
+        assert [line["low"], line["high"]] == pytest.approx(wanted[1:3], rel=1e-3)
+    assert abs(steps[2]["val/loss"] - steps[4]["val/loss"]) > 1e-3  # so the checkpoint matters
+    assert main([str(dense_run)]) == 0  # the last by default, and results are added
     assert (dense_run / "eval/step_00000004/val_loss.json").read_text().count("\n") == 2
-    assert abs(steps[2]["val/loss"] - steps[4]["val/loss"]) > 1e-3  # so step and checkpoint matter
-    (line,), _ = score("--checkpoint", 2, label="step_00000002")
-    assert_close(line["loss"], steps[2]["val/loss"], "loss of step 2")
 
 
 @pytest.mark.numerics
@@ -107,27 +104,27 @@ def test_loss_equals_the_logged_one(dense_run, score):
 def test_text_is_scored_as_defined(dense_run, score, tmp_path, monkeypatch, stride, at_once):
     monkeypatch.setattr(val_loss, "Scorer", partial(scoring.Scorer, tokens=at_once))
     texts = [TEXT, "x", " \n", "kestrels dance", "é" * 20]
-    (tmp_path / "many.jsonl").write_bytes(jsonl(texts))
-    file = tmp_path / "one.txt.gz"
-    file.write_bytes(gzip.compress(b"a bee"))
-    words = ["--data", tmp_path / "many.jsonl", file]
-    lines, printed = score(*words, *([] if stride is None else ["--stride", stride]))
+    files = {tmp_path / "many.jsonl": jsonl(texts), tmp_path / "1.txt.gz": gzip.compress(b"a bee")}
+    for file, content in files.items():
+        file.write_bytes(content)
+    texts.remove(" \n")
+    lines, printed = score("--data", *files, *([] if stride is None else ["--stride", stride]))
     model = load_model(dense_run).model
-    for line, documents in zip(lines, ([TEXT, "x", *texts[3:]], ["a bee"]), strict=True):
+    for line, row, documents in zip(
+        lines, read_tables(printed)[0], (texts, ["a bee"]), strict=True
+    ):
         nats = by_hand(model, [[EOT, *text.encode()] for text in documents], 32, stride or 32)
         size = len("".join(documents).encode())
-        assert line["tokens"] == line["bytes"] == len(nats) == size
-        assert_close(line["loss"], np.mean(nats), "loss")
-        assert_close(line["bits_per_byte"], sum(nats) / math.log(2) / size, "bits per byte")
-        assert line["split"] == "" and line["stride"] == stride
-    assert lines[0]["low"] < lines[0]["loss"] < lines[0]["high"]
-    assert lines[1]["low"] is lines[1]["high"] is None  # of one window
-    assert [line["windows"] for line in lines] == ([7, 1] if stride is None else [10, 1])
-    (rows,) = read_tables(printed)
-    for row, line in zip(rows, lines, strict=True):
-        assert row["run"] == str(dense_run) and row["data"] == line["data"]
-        assert row["loss, nats per token"] == f"{line['loss']:.4f}"
-        assert row["bits per byte"] == f"{line['bits_per_byte']:.4f}"
+        wanted = {"tokens": size, "bytes": size, "split": "", "stride": stride}
+        wanted |= {"loss": np.mean(nats), "bits_per_byte": sum(nats) / math.log(2) / size}
+        assert_values(line, wanted)
+        assert len(nats) == size and (row["run"], row["data"]) == (str(dense_run), line["data"])
+        shown = [row["loss, nats per token"], row["bits per byte"]]
+        assert shown == [f"{line[key]:.4f}" for key in ("loss", "bits_per_byte")]
+    many, one = lines
+    assert many["low"] < many["loss"] < many["high"]
+    assert one["low"] is one["high"] is None  # of one window
+    assert (many["windows"], one["windows"]) == (7 if stride is None else 10, 1)
 
 
 @pytest.mark.numerics
@@ -135,16 +132,16 @@ def test_windows_overlap_from_the_start_of_a_set(dense_run, score, corpus):
     tokens = np.fromfile(corpus / "tiny/val-00000.bin", "<u2").tolist()
     (line,), _ = score("--stride", 20, "--windows", 3)
     ids = tokens[: 32 + 2 * 20 + 1]
-    assert (line["windows"], line["tokens"], line["stride"]) == (3, len(ids) - 1, 20)
+    nats = by_hand(load_model(dense_run).model, [ids], 32, 20)
+    wanted = {"windows": 3, "tokens": len(ids) - 1, "stride": 20, "loss": np.mean(nats)}
+    assert_values(line, wanted)
     assert EOT not in ids and line["low"] < line["loss"] < line["high"]  # over its windows
-    model = load_model(dense_run).model
-    nats = by_hand(model, [ids], 32, 20)
-    assert_close(line["loss"], np.mean(nats), "loss")
     (line,), _ = score("--stride", 32, "--windows", "all")
-    assert line["tokens"] == len(tokens) - 1  # the whole split, its last tokens too
-    assert line["bytes"] == line["tokens"] - tokens[1:].count(EOT)
+    # the whole split, its last tokens too
+    count = len(tokens) - 1
+    assert_values(line, {"tokens": count, "bytes": count - tokens[1:].count(EOT)})
     (line,), _ = score("--windows", 2, "--split", "train")
-    assert (line["windows"], line["split"]) == (2, "train")
+    assert_values(line, {"windows": 2, "split": "train"})
 
 
 def test_losses_of_two_runs_are_paired_by_document(dense_run, module_tiny, tmp_path, call):
@@ -172,44 +169,19 @@ def test_losses_of_two_runs_are_paired_by_document(dense_run, module_tiny, tmp_p
     assert abs(wanted[0]) > 1e-3 and [row["run"] for row in rows] == [str(dense_run), str(other)]
 
 
-def test_weights_and_data_are_said(dense_run, tmp_path, score, monkeypatch, corpus, call):
-    """Which mean, a set here before one in data.dir, and that a set is no longer the same."""
+def test_a_set_here_is_first_and_a_changed_one_is_said(
+    dense_run, tmp_path, monkeypatch, corpus, call
+):
+    """The mean of weights: test_train.py; mixtures: test_mixture.py."""
     monkeypatch.chdir(tmp_path)
     write_set(tmp_path / "tiny", ByteTokenizer(), 99)
-    (line,), _ = score("--data", "tiny")
-    facts = {"run": "dense", "step": 4, "data": "tiny", "split": "val", "windows": 3}
-    assert {key: line[key] for key in facts} == facts
-    (ema,), printed = score("--ema", label="step_00000004_ema")
-    assert "val_loss.json: EMA of decay 0.5\n" in printed and "no longer" not in printed
-    plain, _ = score()
-    assert ema["loss"] != plain[0]["loss"]
+    (row,) = read_tables(call(main, dense_run, "--data", "tiny"))[0]
+    assert (row["data"], row["windows"]) == ("tiny", "3")
     changed = shutil.copytree(dense_run, tmp_path / "changed")
     file = changed / "config.toml"
     file.write_text(file.read_text().replace(f'dir = "{corpus}"', f'dir = "{tmp_path}"'))
     said = call(main, changed)
     assert said.startswith("note: tiny is no longer what dense was trained on\n")
-
-
-def test_sets_of_a_mixture_have_their_parts(dense_run, tmp_path, corpus, call):
-    """Of the windows, and of the mean."""
-    mixed = shutil.copytree(dense_run, tmp_path / "mixed")
-    shutil.copytree(corpus / "tiny", tmp_path / "tiny")
-    write_set(tmp_path / "other", ByteTokenizer(), 999)
-    config = load_model(dense_run).config
-    data = {"mix": Mix({"tiny": 2.0, "other": 1.0}), "dir": str(tmp_path)}
-    config = config.model_copy(update={"data": config.data.model_copy(update=data)})
-    (mixed / "config.toml").write_text(configure.dumps(config))
-    settings = {"data.mix": data["mix"]}
-    newest = mixed / "checkpoints/step_00000004"
-    change_facts(newest, lambda facts: facts["settings"].update(settings))
-    (mixed / "eval/step_00000004/val_loss.json").unlink(missing_ok=True)
-    said = call(main, mixed)
-    text = (mixed / "eval/step_00000004/val_loss.json").read_text()
-    of_set = {Path(row["data"]).name: row for row in map(json.loads, text.splitlines())}
-    assert (of_set["tiny"]["windows"], of_set["other"]["windows"]) == (4, 2)
-    mean = (2 * of_set["tiny"]["loss"] + of_set["other"]["loss"]) / 3
-    assert f": mean by the weights of the mixture {mean:.4f}" in said
-    assert abs(of_set["tiny"]["loss"] - of_set["other"]["loss"]) > 0.01
 
 
 def test_a_full_disk_names_the_file_and_keeps_its_lines(dense_run, call):
