@@ -254,11 +254,12 @@ def test_routers_and_tables_keep_their_type(exported, written):
     for dtype in ("auto", *export.DTYPES.values()):
         theirs = load(out, dtype)
         used = export.DTYPES[written] if dtype == "auto" else dtype
-        for name, tensor in theirs.state_dict().items():
+        types = {name: tensor.dtype for name, tensor in theirs.state_dict().items()}
+        for name, found in types.items():
             kind = torch.float32 if ".router." in name else used
-            kind = torch.int64 if name.endswith("hash_table") else kind
-            assert tensor.dtype == kind, name
-            assert dtype != "auto" or name not in file or file[name].dtype == kind, name
+            assert found == (torch.int64 if name.endswith("hash_table") else kind), name
+        if dtype == "auto":
+            assert {name: tensor.dtype for name, tensor in file.items()}.items() <= types.items()
         # 8 operations per layer round to dtype
         assert_near(theirs(idx).logits, wanted, tolerance(used, 32, 16), f"{written}, {dtype}")
     with torch.autocast("cpu", torch.bfloat16):  # as in training
@@ -355,9 +356,6 @@ HARMS = {
 
 def test_differences_are_found(exported, tmp_path, capsys):
     trained, out = exported()
-    assert export.check_export(trained, TOKENIZER, out) == 0
-    correct = capsys.readouterr().out
-    assert "random rows: at most" in correct and "tokenizer: the same" in correct
     for number, (words, harm) in enumerate(HARMS.items()):
         # transformers keeps the code it knows by a name
         copy = shutil.copytree(out, tmp_path / f"copy_{number}")
@@ -371,6 +369,13 @@ def test_differences_are_found(exported, tmp_path, capsys):
 # ---- uses that transformers and its clients make of a model
 MIXTURES = [(f"model.router={router}",) for router, spec in ROUTERS.items() if spec]
 MIXTURES.append(("model.router=tanh", "model.n_layer=4", "model.n_hash_layer=1"))
+
+
+def gradients_of(model):
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
 
 
 @pytest.mark.numerics
@@ -399,16 +404,9 @@ def test_aux_loss_is_that_of_training(exported, number):
     # the loss
     (0.3 * output.aux_loss).backward()
     plain.loss.backward()
-    gradients = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in own.named_parameters()
-    }
-    wanted_gradients = FORMATS["nanokern"].from_own(gradients, own.config)
-    for name, p in theirs.named_parameters():
-        if p.grad is None:
-            assert not wanted_gradients[name].any(), name
-        else:
-            assert_near(p.grad, wanted_gradients[name], 4 * NEAR, name)
+    wanted_gradients = FORMATS["nanokern"].from_own(gradients_of(own), own.config)
+    for name, gradient in gradients_of(theirs).items():
+        assert_near(gradient, wanted_gradients[name], 4 * NEAR, name)
 
 
 @pytest.mark.numerics
@@ -506,16 +504,9 @@ def test_devices_and_saving_change_no_bit(exported, tmp_path):
     theirs, idx = load(out, "auto"), random_ids(2, 20)
     again = tmp_path / "again"
     theirs.save_pretrained(again)
-    saved, weights = (load_file(place / "model.safetensors") for place in (again, out))
-    assert hash_tensors(saved) == hash_tensors(weights)
-    assert {path.name for path in again.glob("*.py")} == {path.name for path in out.glob("*.py")}
     logits = theirs(idx).logits
-    for place, settings in (
-        (again, {}),
-        (out, {"device_map": "auto"}),
-        (out, {"device_map": "cpu"}),
-    ):
-        assert load(place, "auto", **settings)(idx).logits.equal(logits)
+    for place, device in ((again, None), (out, "auto"), (out, "cpu")):
+        assert load(place, "auto", device_map=device)(idx).logits.equal(logits)
 
 
 def test_shipped_code_needs_torch_and_transformers_alone():
@@ -650,8 +641,12 @@ def test_other_weights(run, tmp_path, call, words, chosen, says):
 
 
 def test_a_failed_export_leaves_nothing(run, tmp_path, call, monkeypatch):
-    """On a full disk, and where another export is faster."""
+    """Without transformers, on a full disk, and where another export is faster."""
     out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        says = "transformers not installed: pip install -r requirements/dev.txt"
+        assert says in call(export.main, run, out, "--check", code=2)
     for size in (20_000, 500):  # the weights, or a smaller file, do not fit
         with largest_file(size):
             said = call(export.main, run, out, code=2)
@@ -667,14 +662,6 @@ def test_a_failed_export_leaves_nothing(run, tmp_path, call, monkeypatch):
     said = call(export.main, run, out, code=2)
     assert f"{out}: cannot be written ([Errno 39] Directory not empty" in said
     assert (out / "config.json").read_text() == "theirs" and list(tmp_path.iterdir()) == [out]
-
-
-def test_bad_input(run, tmp_path, monkeypatch, call):
-    assert "no config.toml, so not a run" in call(export.main, tmp_path, tmp_path / "out", code=2)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    says = "transformers not installed: pip install -r requirements/dev.txt"
-    assert says in call(export.main, run, tmp_path / "out", "--check", code=2)
-    assert not (tmp_path / "out").exists()
 
 
 # by format, the changes to a model of its class, each of which needs our code
