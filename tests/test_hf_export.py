@@ -417,20 +417,18 @@ def test_aux_loss_does_not_count_padding(exported, name):
     theirs = load(out).double()
     theirs.config.output_router_logits = True
     idx = random_ids(3, 32)
-    mask = torch.arange(32) >= torch.tensor([0, 9, 20])[:, None]
-    output = theirs(idx, attention_mask=mask.long())
-
-    def find_loss(counted):
-        routing = trained.model.blocks[0].mlp.router.choose(output.router_logits[0][counted])
+    mask = (torch.arange(32) >= torch.tensor([0, 9, 20])[:, None]).long()
+    output = theirs(idx, attention_mask=mask)
+    past = theirs(idx[:, :15], attention_mask=mask[:, :15], use_cache=True).past_key_values
+    late = theirs(idx[:, 15:], attention_mask=mask, past_key_values=past)
+    first_late = torch.arange(32) >= 15
+    for loss, counted in ((output.aux_loss, mask), (late.aux_loss, mask * first_late)):
+        logits = output.router_logits[0][counted.flatten() == 1]
+        routing = trained.model.blocks[0].mlp.router.choose(logits)
         loads = expert_loads(routing.experts, 8)
-        loss = balance_loss(token_distribution(routing).mean(0), loads)
-        return pytest.approx(loss.item(), abs=1e-6)
-
-    assert output.aux_loss.item() == find_loss(mask.flatten()) and output.loss is None
-    past = theirs(idx[:, :15], attention_mask=mask[:, :15].long(), use_cache=True).past_key_values
-    second = theirs(idx[:, 15:], attention_mask=mask.long(), past_key_values=past)
-    is_late = mask & (torch.arange(32) >= 15)
-    assert second.aux_loss.item() == find_loss(is_late.flatten())
+        wanted = balance_loss(token_distribution(routing).mean(0), loads)
+        assert loss.item() == pytest.approx(wanted.item(), abs=1e-6)
+    assert output.loss is None
 
 
 HEADS = [
@@ -461,13 +459,10 @@ def test_attention_implementations_agree(exported, overrides):
             assert_near(logits, wanted, tolerance(torch.float32, 64, 64), implementation)
             assert theirs.generate(idx[:, :12], **first).equal(tokens)
     eager = load(out, attn_implementation="eager").requires_grad_(False)
-    attentions = eager(idx, attention_mask=mask.long(), output_attentions=True).attentions
-    visible = torch.ones(20, 20).tril().bool() & mask[:, None, None]  # (B, 1, T, T)
-    for layer in attentions:
-        assert (
-            layer.shape == (3, 4, 20, 20)
-            and not (layer * ~visible)[mask[:, None].expand(3, 4, 20)].any()
-        )
+    visible = torch.ones(20, 20).tril() * mask[:, None, None]  # (B, 1, T, T)
+    for layer in eager(idx, attention_mask=mask.long(), output_attentions=True).attentions:
+        of_tokens = layer.transpose(1, 2)[mask]  # (tokens, nh, T)
+        assert not (of_tokens * (1 - visible.transpose(1, 2)[mask])).any()
         assert_near(layer.sum(-1), torch.ones(3, 4, 20), NEAR)
 
 
@@ -480,7 +475,6 @@ def test_embeddings_are_given_and_resized(exported, tmp_path, overrides):
     logits = theirs(idx).logits
     embeddings = theirs.get_input_embeddings()(idx)
     ask = {"max_new_tokens": 4, "do_sample": False}
-    assert_near(theirs(inputs_embeds=embeddings).logits, logits, NEAR)
     tokens = theirs.generate(inputs_embeds=embeddings, **ask)
     assert tokens.equal(theirs.generate(idx, **ask)[:, 20:])
     old = theirs.generation_config.suppress_tokens
@@ -596,13 +590,9 @@ def test_export_and_check(run, tmp_path, call):
     names |= {"model.safetensors", "tokenizer.json", "tokenizer_config.json", *CODE}
     assert {path.name for path in out.iterdir()} == names and list(out.parent.iterdir()) == [out]
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # safetensors writes 0600
-    card = (out / "README.md").read_text()
-    for words in (
-        "nanoKERN: weights of step 4, in float32.",
-        'AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)',
-    ):
-        assert words in card, words
-    assert "{" not in card
+    card = (out / "README.md").read_text()  # its example is run in test_tokenizers.py
+    assert "nanoKERN: weights of step 4, in float32." in card and "{" not in card
+    assert '"PATH", trust_remote_code=True' in card
     config = AutoConfig.from_pretrained(out, trust_remote_code=True)
     assert config.eos_token_id == config.bos_token_id == 256 and config.pad_token_id is None
     assert "exists already; name a new folder" in call(export.main, run, out, code=2)
