@@ -377,11 +377,7 @@ def find_reader(config: configure.Config) -> ReadWeights | None:
 
 def main(argv: list[str], stop: Stop | None = None) -> int:
     """Train from a command line. Returns the exit code."""
-
-    def start(config: configure.Config, notes: list[str]) -> None:
-        train(config, stop, notes)
-
-    return launch(argv, start)
+    return launch(argv, lambda config, notes: train(config, stop, notes))
 
 
 if __name__ == "__main__":

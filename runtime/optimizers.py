@@ -85,12 +85,7 @@ class HalfCopies:
         by_kernel: `CopyingAdamW` is to write them.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[Experts] = (),
-        dtype: torch.dtype = torch.half,
-        backend: str = "torch",
-    ) -> None:
+    def __init__(self, layers: Sequence[Experts], dtype: torch.dtype, backend: str) -> None:
         """Allocate copies in `dtype` of the weights of `layers`, which `backend` multiplies."""
         self.layers = layers
         self.copies: dict[Tensor, Tensor] = {}

@@ -120,14 +120,6 @@ class Start(NamedTuple):
     metadata: dict[str, Any]
 
 
-class Placed(NamedTuple):
-    """A model on the devices of all ranks."""
-
-    model: GPT  # on its device, sharded under FSDP2
-    runner: nn.Module  # the module to call in its place: DDP around the model, or the model
-    compiles: bool  # its blocks are compiled
-
-
 class TrainState(AbstractContextManager["TrainState"]):
     """Model, optimizer, counters and running statistics of one run on one rank.
 
@@ -136,7 +128,8 @@ class TrainState(AbstractContextManager["TrainState"]):
             or 0.
         metadata: everything in the checkpoint besides tensors, and the identity of the data.
         compute: device, type and parallelism.
-        model, runner: as in `Placed`.
+        model: on its device, sharded under FSDP2.
+        runner: the module to call in its place: DDP around the model, or the model.
         mixtures: the model's L layers with experts.
         half: copies of experts' weights that the passes of a step share; none with activation
             checkpointing, which would keep all of them in memory, nor under FSDP2, which gathers
@@ -149,13 +142,17 @@ class TrainState(AbstractContextManager["TrainState"]):
         graph: runs the passes of micro-batches, as a CUDA graph with train.cuda_graph.
     """
 
-    def __init__(self, plan: Plan, start: Start, placed: Placed, compute: Compute) -> None:
+    def __init__(
+        self, plan: Plan, start: Start, model: GPT, runner: nn.Module, compute: Compute
+    ) -> None:
         """The state of a new run, whose `start` has the metadata of all its checkpoints."""
         config, train = plan.config, plan.config.train
+        compiles = distributed.pick_compile(train.compile, plan.device)
         self.step = start.step
         self.metadata = start.metadata
         self.compute = compute
-        self.model, self.runner, compiles = placed
+        self.model = model
+        self.runner = runner
         self.mixtures = find_mixtures(self.model)
         layers: list[Experts] = []
         if compute.shares_casts:
@@ -308,16 +305,15 @@ def initialize(
         initial_weights.load_into(model, ranks)
 
 
-def place_model(plan: Plan, model: GPT, compute: Compute, ranks: Ranks) -> Placed:
-    """Distribute the model over the ranks and give it its initial weights."""
+def place_model(plan: Plan, model: GPT, compute: Compute, ranks: Ranks) -> nn.Module:
+    """Distribute the model over the ranks, give it its initial weights; returns what to call."""
     config, train = plan.config, plan.config.train
-    compiles = distributed.pick_compile(train.compile, compute.device)
     runner = distribute(
         model,
         compute.parallel,
         ranks,
         compute.dtype,
-        compiles,
+        distributed.pick_compile(train.compile, compute.device),
         accumulates=plan.accumulation > 1,
         expert_parallel=compute.expert_parallel,
         initialize=partial(initialize, config, plan.initial_weights, ranks),
@@ -328,7 +324,7 @@ def place_model(plan: Plan, model: GPT, compute: Compute, ranks: Ranks) -> Place
             model, config, batches.read(count()), compute.autocast(), ranks
         )
         reshard(model)
-    return Placed(model, runner, compiles)
+    return runner
 
 
 def build_state(plan: Plan, ranks: Ranks) -> TrainState:
@@ -355,8 +351,8 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
         count_expert_ranks(config),
     )
     model = build_model(config, plan.data.document_token)
-    placed = place_model(plan, model, compute, ranks)
-    state = TrainState(plan, start, placed, compute)
+    runner = place_model(plan, model, compute, ranks)
+    state = TrainState(plan, start, model, runner, compute)
     state.restore(start)
     state.warm_up((train.micro_batch_size, config.model.block_size))
     return state
