@@ -17,6 +17,7 @@ from copy import copy
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Weights = dict[str, Tensor]  # float64, by the names of GPT.state_dict()
@@ -83,33 +84,20 @@ EXACT = Cast(torch.float64, 1.0, 0)  # no rounding
 
 
 # ---- the model
-def divide(s, norm):
-    return s / (norm + EPS)
-
-
-def l1(s):
-    return s.abs().sum(-1, keepdim=True)
-
-
-def l2(s):
-    return s.pow(2).sum(-1, keepdim=True).sqrt()
+def divide(top, s, p):
+    """Scores (N, K) over the p-norm of scores (N, …)."""
+    return top / (torch.linalg.vector_norm(s, p, -1, keepdim=True) + EPS)
 
 
 # {router: (scores from logits (N, E), gates from scores, logits and chosen logits (N, K))}
 ROUTERS = {
     "softmax": (lambda s: s.softmax(-1), lambda s, top: top.exp() / s.exp().sum(-1, keepdim=True)),
-    "sigmoid-renorm": (
-        lambda s: s.sigmoid(),
-        lambda s, top: divide(top.sigmoid(), l1(top.sigmoid())),
-    ),
-    "kern": (
-        lambda s: divide(s.clamp_min(0), l2(s)),
-        lambda s, top: divide(top.clamp_min(0), l2(s)),
-    ),
-    "kern-after": (lambda s: s, lambda s, top: divide(top.clamp_min(0), l2(top))),
+    "sigmoid-renorm": (torch.sigmoid, lambda s, top: divide(top.sigmoid(), top.sigmoid(), 1)),
+    "kern": (lambda s: divide(s.relu(), s, 2), lambda s, top: divide(top.relu(), s, 2)),
+    "kern-after": (torch.clone, lambda s, top: divide(top.relu(), top, 2)),
     "tanh, post=l2 over topk, gamma, c=2": (
-        lambda s: s.tanh(),
-        lambda s, top: divide(top.tanh(), l2(top.tanh())),
+        torch.tanh,
+        lambda s, top: divide(top.tanh(), top.tanh(), 2),
     ),
 }
 
@@ -132,7 +120,7 @@ def normalize(x, weights, name, model):
     """LayerNorm or RMSNorm over the last dimension."""
     if model.norm == "layernorm":
         x = x - x.mean(-1, keepdim=True)
-    x = x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * weights[f"{name}.weight"]
+    x = F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], model.norm_eps)
     return x + weights.get(f"{name}.bias", 0)
 
 
@@ -144,15 +132,13 @@ def multiply(x, weights, name, cast=EXACT):
 def activate(hidden, model):
     """Hidden units from pre-activations (…, H), or (…, 2H) if gated: the gate first."""
     gate, up = hidden.chunk(2, -1) if model.gated else (hidden, 1)
-    if model.activation == "silu":
-        return gate / (1 + torch.exp(-gate)) * up
-    return gate * (1 + torch.erf(gate / math.sqrt(2))) / 2 * up
+    return {"silu": F.silu, "gelu": F.gelu}[model.activation](gate) * up
 
 
 def rotate(x, positions, base):
     """Turn the channel pairs (i, i + half) of x (B, nh, T, hs)."""
     half = x.shape[-1] // 2
-    frequency = torch.tensor([base ** (-i / half) for i in range(half)], dtype=x.dtype)
+    frequency = base ** (-torch.arange(half, dtype=x.dtype) / half)
     angle = positions[:, None, :, None] * frequency  # (B, 1, T, half)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
@@ -176,8 +162,8 @@ def attend(x, weights, name, model, positions, visible, cast):
         heads.append(cast(part))
     own = torch.arange(model.n_head) // (model.n_head // n_kv)  # a head's keys and values
     q, k, v = heads[0], heads[1][:, own], heads[2][:, own]
-    scores = q @ k.mT / math.sqrt(size)  # (B, nh, T, T)
-    shares = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
+    scores = (q @ k.mT / math.sqrt(size)).masked_fill(~visible[:, None], -math.inf)
+    shares = scores.softmax(-1)  # (B, nh, T, T)
     out = cast(shares) @ v
     return multiply(out.transpose(1, 2).flatten(2), weights, f"{name}.proj", cast)
 
@@ -203,27 +189,14 @@ def mix_experts(x, weights, name, model, choice, cast):
     return y, Layer(own_logits, logits, find_scores(logits), gates, chosen)
 
 
-def list_starts(tokens, end_of_text):
-    """Where the document of each position begins."""
-    starts = []
-    for position, token in enumerate(tokens):
-        if token == end_of_text or not starts:
-            starts.append(position)
-        else:
-            starts.append(starts[-1])
-    return starts
-
-
 def compute_loss(config, weights, x, y, choices, end_of_text, cast=EXACT):
     """Cross-entropy (B,) of inputs x and targets y (B, T), and the routing of each layer."""
     model = config.model
-    B, T = x.shape
-    position = torch.arange(T)
-    start = torch.zeros(B, T, dtype=torch.int64)  # of the document of each position
-    if config.data.document_mask:
-        start = torch.tensor([list_starts(row, end_of_text) for row in x.tolist()])
-    visible = (position <= position[:, None]) & (position >= start[:, :, None])
-    positions = position - start
+    position = torch.arange(x.shape[1])
+    document = (x == end_of_text).cumsum(1) * config.data.document_mask  # number in its row
+    same = document[:, :, None] == document[:, None]  # (B, T, T)
+    visible = same & (position <= position[:, None])
+    positions = visible.sum(-1) - 1  # in the document
     stream = weights["wte.weight"][x]
     if model.pos == "learned":
         stream = stream + weights["wpe.weight"][positions]
@@ -247,8 +220,7 @@ def compute_loss(config, weights, x, y, choices, end_of_text, cast=EXACT):
     # the LM head's gradients are those of the sum over tokens, without the loss scale
     cast = cast.scaled(x.numel())
     logits = cast(cast(normalize(stream, weights, "ln_f", model)) @ cast(head).T)
-    probability = logits.log_softmax(-1).gather(-1, y[..., None])
-    return -probability.mean((1, 2)), layers
+    return F.cross_entropy(logits.mT, y, reduction="none").mean(1), layers
 
 
 def count_loads(chosen, n_expert):
@@ -268,7 +240,7 @@ def compute_auxiliary(config, layers, step_loads):
     balance = []
     z = []
     for number, layer in enumerate(layers):
-        z.append(layer.logits.exp().sum(-1).log().pow(2).mean())
+        z.append(layer.logits.logsumexp(-1).pow(2).mean())
         if number < model.n_hash_layer:
             continue
         shares = find_shares(layer.scores).view(-1, model.block_size, model.n_expert)
@@ -376,7 +348,7 @@ class Optimizer:
         """The weights after a step with unclipped gradients; and the gradients' norm."""
         optim = self.config.optim
         self.n_step += 1
-        norm = math.sqrt(sum(gradient.pow(2).sum().item() for gradient in gradients.values()))
+        norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
         clip = min(1.0, optim.grad_clip / norm) if optim.grad_clip else 1.0
         after = {}
         for name, gradient in gradients.items():

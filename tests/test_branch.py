@@ -3,6 +3,7 @@ could not be.
 """
 
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -67,27 +68,22 @@ def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, 
     It is killed before its first checkpoint, and after it when the trunk is gone.
     """
     before = content(path_of(trunk))
-    lengths = {
-        "trunk-6to8": "train.max_steps=8",
-        "trunk-9to10": "train.branch_step=9 train.max_steps=10",
-        "trunk-12to18": "train.branch_step=12 train.max_steps=18",
-    }
-    for name, own in lengths.items():
+    for start, stop, failures in ((6, 8, {}), (9, 10, {}), (12, 18, {13: [], 17: [15]})):
+        own = f"train.max_steps={stop}" + (f" train.branch_step={start}" if start > 6 else "")
         config = branch(tiny, trunk, *own.split())
-        assert config.run.name == name
-        for step in (13, 17) if name == "trunk-12to18" else ():
+        assert config.run.name == f"trunk-{start}to{stop}"
+        for step, saved in failures.items():
             before_steps(lambda now, step=step: 1 / (now - step))
             with pytest.raises(ZeroDivisionError):
                 run(config)
             before_steps(None)
-            assert steps(config) == ([15] if step == 17 else [])
+            assert steps(config) == saved
         assert content(path_of(trunk)) == before
-        if name == "trunk-12to18":
+        if failures:
             path_of(trunk).rename(path_of(trunk).with_name("gone"))
         run(config)
-        length = [f"train.max_steps={config.train.max_steps}"]
-        length.append(f"optim.decay_fraction={config.optim.decay_fraction}")
-        alone = tiny(*WSD, *length, f"run.name=alone-{name}")
+        fraction = f"optim.decay_fraction={config.optim.decay_fraction}"
+        alone = tiny(*WSD, f"train.max_steps={stop}", fraction, f"run.name=alone-{stop}")
         run(alone)
         assert end(config) == end(alone)
     assert f"from step 12 of {path_of(trunk)}\n" in capsys.readouterr().out
@@ -151,17 +147,13 @@ def test_length_of_a_run_may_change_until_either_decay(tiny, last, old, new, all
     run_folder = RunFolder(path_of(tiny()))
     (run_folder.checkpoint_folder / f"step_{last:08d}").mkdir(parents=True)
     run_folder.write_config(tiny(*wsd, f"train.max_steps={old}"))
-    if allowed:
-        check_length(run_folder, tiny(*wsd, f"train.max_steps={new}"))
-    else:
-        with pytest.raises(
-            RunError,
-            match=f"{old} -> {new}, .* at step {last}, .* --train.max_steps={old}, or branch",
-        ):
-            check_length(run_folder, tiny(*wsd, f"train.max_steps={new}"))
+    longer = tiny(*wsd, f"train.max_steps={new}")
+    said = f"{old} -> {new}, .* at step {last}, .* --train.max_steps={old}, or branch"
+    with nullcontext() if allowed else pytest.raises(RunError, match=said):
+        check_length(run_folder, longer)
     with pytest.raises(RunError, match="the run ends before step 9, .*--train.max_steps=9"):
         check_length(run_folder, tiny("train.max_steps=8", "train.keep_steps=2,9"))
-    check_length(RunFolder("runs/none"), tiny(*wsd, f"train.max_steps={new}"))
+    check_length(RunFolder("runs/none"), longer)
     check_length(run_folder, tiny(f"train.max_steps={new}"))  # a cosine follows
 
 

@@ -133,20 +133,19 @@ def test_validation_windows_are_those_of_each_set(sets):
     assert split_windows(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]
     assert split_windows(4, [0.98, 0.01, 0.01], [9] * 3) == [4, 1, 1]  # each has one
     parts = [open_tokens(sets / name, "val") for name in WEIGHTS]
+    firsts = np.cumsum([0, *((len(part) - 1) // 32 for part in parts)])
     for weights, counts in (([3, 5, 2], [12, 20, 8]), ([1, 1, 8], [4, 4, 32])):
         chosen = choose_validation(parts, 32, 40, weights=weights)
         assert np.bincount(chosen.sets).tolist() == counts
-        first = 0
+        assert np.bincount(chosen.sets, chosen.weights) == pytest.approx(4 * np.array(weights))
         last = -1
         for number, part in enumerate(parts):
             mine = chosen.sets == number
-            alone = fixed_windows(part, 32, mine.sum())
-            assert np.array_equal(chosen.windows[mine], first + alone)
+            alone = fixed_windows(part, 32, counts[number])
+            assert np.array_equal(chosen.windows[mine], firsts[number] + alone)
             labels = chosen.documents[mine]
             assert np.array_equal(labels - labels[0], window_documents(part, 32, alone))
             assert labels[0] > last
-            assert chosen.weights[mine].sum() == pytest.approx(4 * weights[number])
-            first += (len(part) - 1) // 32
             last = labels[-1]
 
 

