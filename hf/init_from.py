@@ -273,7 +273,7 @@ def _read_transformers(place: Path, data: Path) -> Source:
         )
     form = FORMATS[kind]
     described = _read_model(form, settings)
-    tensors = LazyTensors(form.unify_names(read_tensors(place, settings).makers))
+    tensors = LazyTensors(form.unify_names(read_tensors(place, settings).data))
     # older files have it, too, where it is the embedding
     head = tensors.pop("lm_head.weight", None) if described.tie_embeddings else None
     own = _meta_state(described)

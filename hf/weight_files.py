@@ -80,7 +80,7 @@ def read_tensors(place: Path, settings: dict[str, Any]) -> LazyTensors:
                     f"{name} is in {file} and in another file, so they were not saved together; "
                     f"download all files again"
                 )
-            tensors.makers[name] = partial(read_tensor, place / file, name)
+            tensors.data[name] = partial(read_tensor, place / file, name)
         del read  # before the next file is mapped
     return tensors
 

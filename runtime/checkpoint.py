@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from enum import Enum
@@ -468,32 +469,24 @@ def open_weights(
     return LazyTensors({name: partial(read, name) for name in shapes}), metadata
 
 
-class LazyTensors(MutableMapping[str, Tensor]):
+class LazyTensors(UserDict[str, Any]):
     """Tensors by name; each is made when it is read, and again when it is read again.
 
     So a state larger than the host's memory can be converted tensor by tensor.
+
+    Attributes:
+        data: {name: function that makes the tensor}.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
-        self.makers = dict(makers)
+        super().__init__()
+        self.data.update(makers)
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.makers[name]()
+    def __getitem__(self, key: str) -> Tensor:
+        return self.data[key]()
 
-    def __setitem__(self, name: str, tensor: Tensor) -> None:
-        self.makers[name] = lambda: tensor
-
-    def __delitem__(self, name: str) -> None:
-        del self.makers[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.makers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.makers)
-
-    def __len__(self) -> int:
-        return len(self.makers)
+    def __setitem__(self, key: str, item: Tensor) -> None:
+        self.data[key] = lambda: item
 
 
 def collect_tensors(
