@@ -4,8 +4,6 @@ reading of metrics.jsonl.
 
 import fcntl
 import html
-import json
-import math
 import random
 import re
 import statistics
@@ -13,27 +11,29 @@ from contextlib import ExitStack
 from itertools import product
 
 import pytest
-from fake_runs import make_run
+from fake_runs import loss_of, make_run
 
 from report import __main__ as report
 from runtime import FAILURE_FILE
 from scripts import watch
 
-KINDS = ("finished", "young", "running", "stopped", "failed", "nan", "cut", "unreadable")
-KINDS += ("failed at its end",)
-UNTIL = {"young": 0, "running": 0.3, "stopped": 0.6, "failed": 0.4, "nan": 0.4}
-STATES = {
-    "young": "running",
-    "nan": "failed",
-    "cut": "stopped",
-    "failed at its end": "failed",
-}  # others are named like theirs
+STATES = {  # kind of a run: its state, and how much of it was trained
+    "finished": ("finished", 1),
+    "young": ("running", 0),
+    "running": ("running", 0.3),
+    "stopped": ("stopped", 0.6),
+    "failed": ("failed", 0.4),
+    "failed at its end": ("failed", 1),
+    "nan": ("failed", 0.4),
+    "cut": ("stopped", 1),
+    "unreadable": ("", 1),
+}
 
 
 def make_kind(folder, kind, router, seed, locks):
     """Make a run's folder of a kind; running ones hold their lock until `locks` is closed."""
     own = [f"model.router={router}", f"run.seed={seed}"]
-    make_run(folder, *own, until=UNTIL.get(kind, 1.0), end=2.0 + 0.1 * len(router), noise=0.01)
+    make_run(folder, *own, until=STATES[kind][1], end=2.0 + 0.1 * len(router), noise=0.01)
     metrics = folder / "metrics.jsonl"
     if kind.startswith("failed"):
         (folder / FAILURE_FILE).write_text("20 steps in a row skipped, NaN. Start again\n")
@@ -43,17 +43,9 @@ def make_kind(folder, kind, router, seed, locks):
         metrics.write_text(metrics.read_text()[:-20])
     elif kind == "unreadable":
         (folder / "config.toml").write_text("[model")
-    elif kind in ("young", "running"):
+    elif STATES[kind][0] == "running":
         lock = locks.enter_context((folder / "lock").open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX)
-
-
-def read_last_loss(folder):
-    """val/loss of step 1000, without the package's reader."""
-    for text in (folder / "metrics.jsonl").read_text().splitlines():
-        if text.startswith('{"step": 1000,') and "val/loss" in text:
-            return json.loads(text)["val/loss"]
-    return math.nan
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -65,12 +57,12 @@ def test_every_reader_agrees_with_metrics(tmp_path, draw, capsys):
     with ExitStack() as locks:
         kinds = {}
         for router, seed in product(finished, range(6)):
-            kind = rng.choice(KINDS + ("finished",) * 6) if seed > 1 else "finished"
+            kind = rng.choice([*STATES, *["finished"] * 6]) if seed > 1 else "finished"
             folder = tmp_path / f"runs/{router}-{seed}"
             make_kind(folder, kind, router, seed, locks)
             kinds[folder] = kind
             if kind == "finished":
-                finished[router][seed] = read_last_loss(folder)
+                finished[router][seed] = loss_of(folder)
         assert report.main([str(tmp_path / "runs"), "--out", str(out)]) == 0
         terminal = watch.read_places([tmp_path / "runs"])
     page = html.unescape((out / "report.html").read_text())
@@ -79,7 +71,7 @@ def test_every_reader_agrees_with_metrics(tmp_path, draw, capsys):
             for text in (page, terminal):
                 assert re.search(rf"left out: {folder}: .*is not TOML", text)
             continue
-        state = STATES.get(kind, kind)
+        state, _ = STATES[kind]
         assert re.search(rf"{folder} .*{state} ", terminal)
         assert re.search(rf"{folder}\b.{{0,200}}{state}", page, re.S)
         assert (f"{folder} is not compared: {state} at step" in page) == (state != "finished")
