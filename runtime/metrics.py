@@ -80,11 +80,12 @@ class Metrics:
         self.pending_arrays: dict[str, dict[int, Line]] = {"val": {}, "router": {}}  # by step
         lines = read_metrics(self.path)
         kept = [line for line in lines if line["step"] <= resume_step]
-        if len(kept) < len(lines):
+        first_step = max(resume_step, 0) + 1
+        if lines and lines[-1]["step"] >= first_step:
             source = f"resumed from the checkpoint of step {resume_step}"
             if resume_step < 0:
                 source = "no checkpoint"
-            steps = f"{max(resume_step, 0) + 1:,} to {lines[-1]['step']:,}"
+            steps = f"{first_step:,} to {lines[-1]['step']:,}"
             print(f"{self.path}: {source}, so its steps {steps} begin again")
         with describe_write_errors(self.path):
             if resume_step < 0 and len(lines) > len(read_metrics(self.old)):

@@ -2,8 +2,8 @@
 
 import json
 import math
-import re
 import shutil
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -74,97 +74,77 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
 
 
 @settings(fuzz, max_examples=40)
-@given(st.data())
-def test_a_kill_at_any_byte_loses_one_line_at_most(tmp_path, data):
+@given(cut=st.integers(0, 300), nuls=st.sampled_from([0, 0, 7]))
+def test_a_kill_at_any_byte_loses_one_line_at_most(tmp_path, cut, nuls):
     lines = [{"step": step, "tokens": 64 * step, "train/loss": 1 / (step + 1)} for step in range(5)]
-    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    cut = data.draw(st.integers(0, len(text)))
-    nuls = data.draw(st.sampled_from([0, 0, 7]))
+    texts = [json.dumps(line) + "\n" for line in lines]
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(text[:cut] + b"\0" * nuls)
+    path.write_bytes("".join(texts).encode()[:cut] + b"\0" * nuls)
     # complete without its line break, but not with NULs
-    ends = [match.end() - 1 for match in re.finditer(b"\n", text)]
-    complete = sum(end <= cut - (nuls > 0) for end in ends)
+    ends = [end - (nuls == 0) for end in accumulate(map(len, texts))]
+    complete = sum(end <= cut for end in ends)
     assert read_metrics(path) == lines[:complete]
     metrics = Metrics(tmp_path, 3)
     metrics.log(9, 576, **{"train/loss": torch.tensor(2.5), "val/loss": -math.inf})
-    wanted = {"step": 9, "tokens": 576, "train/loss": 2.5, "val/loss": -math.inf}
-    assert read_metrics(path)[-1] == wanted  # at once
+    last = {"step": 9, "tokens": 576, "train/loss": 2.5, "val/loss": -math.inf}
+    assert read_metrics(path) == [*lines[: min(complete, 4)], last]  # at once
     metrics.close()
     assert path.read_bytes().endswith(b"}\n")
-    assert steps(tmp_path) == [*range(min(complete, 4)), 9]
 
 
 def read_history(history, path):
     """What pages see of a file: lines with val/loss, with train/loss, the newest values."""
     history.read(path)
-    return history.evaluations.lines, history.logs.lines, history.newest
+    return [*history.evaluations.lines], [*history.logs.lines], history.newest
 
 
-def thin(lines, name, limit):
-    """Every n-th of the lines that have a name, so that no more than a limit remain; and the last.
-
-    n is a power of two.
-    """
-    lines = [line for line in lines if name in line]
-    stride = next(2**i for i in range(9) if math.ceil(len(lines) / 2**i) <= limit)
-    last = lines[-1:] if (len(lines) - 1) % stride else []
-    return lines[::stride] + last
+def thin(lines, limit):
+    """Every n-th of the lines, n a power of two: no more than a limit; and the last."""
+    stride = 1
+    while len(lines[::stride]) > limit:
+        stride *= 2
+    return [line for i, line in enumerate(lines) if i % stride == 0 or line is lines[-1]]
 
 
 KINDS = {"log": ["train/loss"], "val": ["val/loss"], "both": ["val/loss", "train/loss"], "no": []}
 
 
 @settings(fuzz, max_examples=60)
-@given(st.data())
-def test_a_history_is_read_on(tmp_path, data):
+@given(st.lists(st.sampled_from([*KINDS]), max_size=40), st.lists(st.floats(0, 1), max_size=4))
+def test_a_history_is_read_on(tmp_path, kinds, ends):
     """In parts that end anywhere it is that of the whole file: few lines, and the newest."""
     lines = []
-    for step, kind in enumerate(data.draw(st.lists(st.sampled_from([*KINDS]), max_size=40))):
-        values = {name: float(step) for name in KINDS[kind]}
-        lines.append({"step": step, "tokens": 0, **values})
+    for step, kind in enumerate(kinds):
+        lines.append({"step": step, "tokens": 0, **dict.fromkeys(KINDS[kind], float(step))})
     text = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    ends = data.draw(st.lists(st.integers(0, len(text)), max_size=4))
     path = tmp_path / "metrics.jsonl"
-    path.unlink(missing_ok=True)
-    path.touch()
     history = History()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.metrics.LIMIT", 4)
-        start = 0
-        for end in [*sorted(ends), len(text)]:
-            with path.open("ab") as file:
-                file.write(text[start:end])
-            start = end
+        for end in [*sorted(ends), 1]:
+            path.write_bytes(text[: round(end * len(text))])
             seen = read_history(history, path)
-        newest = {}
-        for line in sorted(seen[0][-1:] + seen[1][-1:] + lines[-1:], key=lambda line: line["step"]):
-            newest |= line
-    assert seen == (thin(lines, "val/loss", 4), thin(lines, "train/loss", 4), newest)
+    evaluations = [line for line in lines if "val/loss" in line]
+    logs = [line for line in lines if "train/loss" in line]
+    newest = {name: value for line in lines for name, value in line.items()}
+    assert seen == (thin(evaluations, 4), thin(logs, 4), newest)
 
 
 def test_a_history_follows_a_file_that_is_replaced_and_reads_no_old_line_again(tmp_path):
     path, history = tmp_path / "metrics.jsonl", History()
     assert read_history(history, path) == ([], [], {})  # no file yet
-    for i, n_lines in enumerate((3, 5, 5, 2, 7)):  # longer, as long, shorter; in place or not
-        lines = [
-            json.dumps({"step": 10 * i + j, "tokens": 0, "val/loss": 1}) for j in range(n_lines)
-        ]
-        (tmp_path / "new").write_text("\n".join([*lines, ""]))
-        if i % 2:
-            (tmp_path / "new").rename(path)
-        else:
-            path.write_bytes((tmp_path / "new").read_bytes())
-        assert read_history(history, path)[0] == read_metrics(path)
-    old = read_metrics(path)
+    for i, n_lines in enumerate((3, 5, 5, 2, 7)):  # longer, as long, shorter
+        lines = [{"step": 10 * i + j, "tokens": 0, "val/loss": 1} for j in range(n_lines)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert read_history(history, path)[0] == lines
     with path.open("r+b") as file:
         file.write(path.read_bytes().replace(b'"val/loss": 1', b'"val/loss": 2', 1))
         file.seek(0, 2)
-        file.write(json.dumps({"step": 99, "tokens": 0}).encode())
-    assert read_history(history, path) == (old, [], old[-1] | {"step": 99})
+        file.write(b'{"step": 99, "tokens": 0}')
+    assert read_history(history, path) == (lines, [], lines[-1] | {"step": 99})
     with path.open("ab") as file:  # after a line without its end all is read again
         file.write(b'\n{"step": 100, "tokens": 0}\n')
-    assert read_history(history, path)[0] == read_metrics(path)[:7] != old
+    assert read_history(history, path)[0] == read_metrics(path)[:7] != lines
     with path.open("ab") as file:
         file.write(b"[]\n{}")
     with pytest.raises(RunError, match="line 10 is not"):
@@ -194,14 +174,13 @@ def test_arrays_are_beside_short_lines(tmp_path):
     assert second == '{"step": 0, "tokens": 0, "val/loss": 2.0}'
     files = [f"{prefix}_0000000{step}.npz" for prefix in ("router", "val") for step in (0, 2, 4)]
     assert names_in(tmp_path) == files  # each evaluation writes; the loads of step 5 wait
-    metrics.sync()
-    assert names_in(tmp_path) == sorted([*files, "router_00000005.npz"])
     metrics.close()
+    assert names_in(tmp_path) == sorted([*files, "router_00000005.npz"])
     arrays = np.load(tmp_path / "arrays/router_00000004.npz")
     assert arrays["step"].tolist() == [3, 4] and arrays["router/loads"].shape == (2, 2, 2)
-    loads = {(step, "router/loads"): [[step, 0.5], [1, 2]] for step in range(6)}
-    losses = {(step, "val/window_losses"): [step, 0.1] for step in (0, 2, 4)}
-    assert read_all(tmp_path) == loads | losses
+    wanted = {(step, "router/loads"): [[step, 0.5], [1, 2]] for step in range(6)}
+    wanted |= {(step, "val/window_losses"): [step, 0.1] for step in (0, 2, 4)}
+    assert read_all(tmp_path) == wanted
     line = read_metrics(tmp_path / "metrics.jsonl", ["val/window_losses"])[-2]
     assert line == {"step": 4, "tokens": 0, "val/loss": 2.0, "val/window_losses": [4, 0.1]}
 
@@ -244,22 +223,19 @@ def test_a_full_disk_ends_the_run_and_its_resume_has_each_line_once(tmp_path):
 
 
 def test_numbers_of_a_run_that_starts_over_are_kept_in_another_file(tmp_path, capsys):
-    metrics = Metrics(tmp_path, -1)
-    for step in range(3):
-        metrics.log(step, step, **{"router/loads": torch.ones(1, 2)})
-        metrics.sync()
-    metrics.close()
+    lost = f"{tmp_path}/metrics.jsonl: {{}}, so its steps {{}} begin again\n"
+    log_run(tmp_path, range(3)).close()
     Metrics(tmp_path, 2).close()
     assert capsys.readouterr().out == ""  # nothing is lost
-    Metrics(tmp_path, 1).log(2, 2)
-    said = "resumed from the checkpoint of step 1, so its steps 2 to 2 begin again"
-    assert said in capsys.readouterr().out
+    log_run(tmp_path, [2], resume_step=1).close()
+    said = lost.format("resumed from the checkpoint of step 1", "2 to 2")
+    assert capsys.readouterr().out == said
     for is_first in (True, False):  # the second run is shorter and does not replace the first
-        Metrics(tmp_path, -1).log(0, 0)
-        said = "no checkpoint, so its steps 1 to 2 begin again"
-        assert (said in capsys.readouterr().out) == is_first
-        assert steps(tmp_path, "metrics.old.jsonl") == [0, 1, 2]
-        assert steps(tmp_path) == [0] and len([*(tmp_path / "arrays.old").iterdir()]) == 2
+        log_run(tmp_path, [0]).close()
+        said = lost.format("no checkpoint", "1 to 2") if is_first else ""
+        assert capsys.readouterr().out == said
+        assert steps(tmp_path, "metrics.old.jsonl") == [0, 0, 1, 2, 2]
+        assert steps(tmp_path) == [0, 0] and len([*(tmp_path / "arrays.old").iterdir()]) == 4
     log_run(tmp_path).close()
     Metrics(tmp_path, -1).close()  # a longer one does
     assert max(steps(tmp_path, "metrics.old.jsonl")) == 5
@@ -275,26 +251,24 @@ def test_lists_in_the_metrics_of_old_runs_are_read_and_kept(tmp_path):
 
 
 def test_files_have_the_id_of_their_run_and_those_of_another_are_refused(tmp_path):
-    for name, run_id in (("one", "0123456789abcdef"), ("two", "fedcba9876543210")):
-        folder = tmp_path / name
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, run_id in ((one, "0123456789abcdef"), (two, "fedcba9876543210")):
         folder.mkdir()
         (folder / "run_id").write_text(run_id)
-        identity = Identity(folder, run_id, folder.stat().st_ino)
-        metrics = Metrics(folder, -1, identity=identity)
+        metrics = Metrics(folder, -1, identity=Identity(folder, run_id, folder.stat().st_ino))
         metrics.log(0, 0, **{"val/loss": 2.0, "val/window_losses": torch.ones(2)})
         metrics.close()
         assert steps(folder) == [0] and len(read_all(folder)) == 1
     for file in ("metrics.jsonl", "arrays/val_00000000.npz"):
-        own = (tmp_path / "one" / file).read_bytes()
-        shutil.copy(tmp_path / "two" / file, tmp_path / "one" / file)
+        own = (one / file).read_bytes()
+        shutil.copy(two / file, one / file)
         refused = f"{file}: of another run: its run_id is fedcba9876543210, that of .* is 0123456"
         with pytest.raises(RunError, match=refused):
-            read_all(tmp_path / "one")
-        (tmp_path / "one" / file).write_bytes(own)
-    assert len(read_all(tmp_path / "one")) == 1
-    (tmp_path / "one/run_id").unlink()  # as a folder of an older version
-    shutil.copy(tmp_path / "two/metrics.jsonl", tmp_path / "one/metrics.jsonl")
-    assert steps(tmp_path / "one") == [0]
+            read_all(one)
+        (one / file).write_bytes(own)
+    (one / "run_id").unlink()  # as a folder of an older version
+    shutil.copy(two / "metrics.jsonl", one / "metrics.jsonl")
+    assert steps(one) == [0]
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK", None])
