@@ -5,6 +5,7 @@ What is protected by a checksum is never read as if it were intact.
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from runs import content, steps
 
 import configure
 import train
+from common.command import command
 from data import verify
 from data.bins import read_meta, scan_shards
 from eval import val_loss
@@ -26,7 +28,7 @@ SIZE = 40  # bytes of a flipped file that are left alone at its start, at least
 
 
 def flip(content: bytes) -> bytes:
-    middle = max(len(content) // 2, min(SIZE, len(content) - 1))
+    middle = min(max(len(content) // 2, SIZE), len(content) - 1)
     return content[:middle] + bytes([content[middle] ^ 0x55]) + content[middle + 1 :]
 
 
@@ -69,22 +71,24 @@ def run_command(command: str, folder: Path) -> int:
     """The exit code of a command that reads the run or the set of `folder`."""
     run = str(folder / "runs/tiny")
     overrides = ["--run.name=tiny", "--train.max_steps=4"]  # it resumes
-    calls = {
-        "train": lambda: train.main([str(folder / "tiny.toml"), *overrides]),
-        "verify": lambda: verify.main(["tiny", "--out", str(folder / "data")]),
-        "report": lambda: report.main([run, "--out", str(folder / "report")]),
-        "watch": lambda: watch.main([run]),
-        "val_loss": lambda: val_loss.main([run]),
-        "sample": lambda: sample.main([run, "--prompt", "a", "--tokens", "2"]),
-        "export": lambda: export.main([run, str(folder / "export")]),
-    }
+    main, *arguments = {
+        "train": [train.main, str(folder / "tiny.toml"), *overrides],
+        "verify": [verify.main, "tiny", "--out", str(folder / "data")],
+        "report": [report.main, run, "--out", str(folder / "report")],
+        "watch": [watch.main, run],
+        "val_loss": [val_loss.main, run],
+        "sample": [sample.main, run, "--prompt", "a", "--tokens", "2"],
+        "export": [export.main, run, str(folder / "export")],
+    }[command]
     try:
-        return calls[command]() or 0
+        return main(arguments) or 0
     except SystemExit as end:
         return int(end.code or 0)
 
 
-CASES = [(file, command) for file, commands in READERS.items() for command in commands]
+def list_cases(readers):
+    """(file, command) of {file: commands}."""
+    return [(file, command) for file, commands in readers.items() for command in commands]
 
 
 @pytest.fixture
@@ -99,7 +103,7 @@ def folder(world, tmp_path):
 
 @pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize(("file", "command"), CASES)
+@pytest.mark.parametrize(("file", "command"), list_cases(READERS))
 def test_damage_is_a_line_and_an_exit_code(folder, capsys, file, command, damage):
     path = folder / file
     content = path.read_bytes()
@@ -120,36 +124,27 @@ def test_damage_is_a_line_and_an_exit_code(folder, capsys, file, command, damage
         assert any(part in text for part in (file, str(path.parent))), text
 
 
-UNREADABLE = {  # {file: a command that reads it}
-    "data/tiny/meta.json": "verify",
-    "runs/tiny/config.toml": "val_loss",
-    "runs/tiny/run_id": "val_loss",
-    "runs/tiny/metrics.jsonl": "train",
-    "runs/tiny/checkpoints/step_00000002/manifest.json": "val_loss",
-}
+def scan_the_set(folder):
+    set_folder = folder / "data/tiny"
+    list(scan_shards(set_folder, read_meta(set_folder)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/mem cannot be read at its start")
-@pytest.mark.parametrize(("file", "command"), UNREADABLE.items())
-def test_an_error_of_the_disk_names_the_file(folder, capsys, file, command):
-    (folder / file).unlink()
+@pytest.mark.parametrize(("file", "read"), [
+    ("data/tiny/meta.json", partial(run_command, "verify")),
+    ("runs/tiny/config.toml", partial(run_command, "val_loss")),
+    ("runs/tiny/run_id", partial(run_command, "val_loss")),
+    ("runs/tiny/metrics.jsonl", partial(run_command, "train")),
+    ("runs/tiny/checkpoints/step_00000002/manifest.json", partial(run_command, "val_loss")),
+    ("data/tiny/val-00000.bin", command(scan_the_set)),
+    ("main.jsonl", command(lambda folder: read_lines(folder / "main.jsonl"))),
+])  # fmt: skip
+def test_an_error_of_the_disk_names_the_file(folder, capsys, file, read):
+    (folder / file).unlink(missing_ok=True)
     (folder / file).symlink_to("/proc/self/mem")
-    assert run_command(command, folder) == 2
+    assert read(folder) == 2
     error = capsys.readouterr().err
     assert str(folder / file) in error and "Input/output error" in error
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/mem cannot be read at its start")
-def test_an_error_of_the_disk_names_the_shard_and_the_record(folder):
-    meta = read_meta(folder / "data/tiny")
-    shard = folder / "data/tiny/val-00000.bin"
-    shard.unlink()
-    for file in (shard, folder / "main.jsonl"):
-        file.symlink_to("/proc/self/mem")
-    with pytest.raises(OSError, match=f"Input/output error: '{shard}'"):
-        list(scan_shards(shard.parent, meta))
-    with pytest.raises(OSError, match=f"Input/output error: '{folder / 'main.jsonl'}'"):
-        read_lines(folder / "main.jsonl")
 
 
 STEP = "runs/tiny/checkpoints/step_00000002"
@@ -157,19 +152,18 @@ FOREIGN = {  # {file: commands that read it}
     f"{STEP}/manifest.json": ("train", "report", "watch", "val_loss", "sample", "export"),
     "runs/tiny/metrics.jsonl": ("train", "report", "watch"),
 }
-FOREIGN_CASES = [(file, command) for file, commands in FOREIGN.items() for command in commands]
 
 
 @pytest.mark.usefixtures("without_pictures")
-@pytest.mark.parametrize(("file", "command"), FOREIGN_CASES)
+@pytest.mark.parametrize(("file", "command"), list_cases(FOREIGN))
 def test_a_file_of_another_run_is_refused(folder, capsys, file, command):
     """And left as it is."""
     shutil.copy(folder / "other" / file.removeprefix("runs/"), folder / file)
     before = content(folder)
     code = run_command(command, folder)
-    printed = capsys.readouterr()
-    ids = [read_id(folder / place / "tiny") for place in ("other", "runs")]
-    assert "of another run" in printed.out + printed.err
-    assert all(run_id in printed.out + printed.err for run_id in ids) and ids[0] != ids[1]
+    text = "".join(capsys.readouterr())
+    other, own = (read_id(folder / place / "tiny") for place in ("other", "runs"))
+    said = f"of another run: its run_id is {other}, that of {folder}/runs/tiny is {own}"
+    assert said in text and other != own
     assert code == 2 or command == "watch"
     assert content(folder) == before

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from fake_runs import with_other
-from runs import ALONE, content, steps
+from runs import ALONE, column, content, run, steps
 
 import train
 from configure import is_name_chosen, load
@@ -57,15 +57,17 @@ def test_each_config_has_a_folder_of_its_own_and_finds_it_again(config_of, capsy
     neighbour.mkdir()
     (neighbour / "config.toml").write_text("[model]\nno_such_key = 1\n")  # no obstacle
     assert begin(config_of("data.name=arxiv")) == "mine-kern-arxiv"
-    names = {"mine-kern": [], "mine-kern-lr0.001": ["optim.lr=1e-3"]}
-    for name, keys in names.items():
-        for more in ([], ["log.interval=3", "train.max_steps=9000"]):
-            assert find_or_rename(config_of(*keys, *more)).run.name == name
-    # from before an axis was added; a name that only begins like it is another run
-    for name in ("mine-kern-lr0.0006", "mine-kern-x"):
-        assert find_or_rename(config_of(f"run.name={name}")).run.name == "mine-kern"
-    for name in ("mine-kernel", "mine-ker"):
-        assert find_or_rename(config_of(f"run.name={name}")).run.name == name
+    more = ["log.interval=3", "train.max_steps=9000"]
+    for overrides, name in (
+        (more, "mine-kern"),
+        ([*more, "optim.lr=1e-3"], "mine-kern-lr0.001"),
+        # from before an axis was added; a name that only begins like it is another run
+        (["run.name=mine-kern-lr0.0006"], "mine-kern"),
+        (["run.name=mine-kern-x"], "mine-kern"),
+        (["run.name=mine-kernel"], "mine-kernel"),
+        (["run.name=mine-ker"], "mine-ker"),
+    ):
+        assert find_or_rename(config_of(*overrides)).run.name == name
     shutil.rmtree(path_of(config_of()))  # the folder that the others are named after
     assert find_or_rename(config_of("optim.lr=1e-3")).run.name == "mine-kern-lr0.001"
     (path_of(config_of()) / "checkpoints/step_00000002").mkdir(parents=True)
@@ -73,37 +75,34 @@ def test_each_config_has_a_folder_of_its_own_and_finds_it_again(config_of, capsy
         find_or_rename(config_of())
 
 
-def test_an_edited_file_trains_beside_the_first_run_unless_its_name_was_chosen(tiny_file, capsys):
+def test_an_edited_file_trains_beside_the_first_run_unless_its_name_was_chosen(tiny_file, call):
     assert is_name_chosen(tiny_file) and is_name_chosen(tiny_file, ["--run.name=other"])
     text = tiny_file.read_text().replace('name = "tiny"\ndir', "dir", 1)
-    for lr, said in (("3e-3", "runs/tiny-kern: kern"), ("1e-3", "runs/tiny-kern-lr0.001: kern")):
+    for lr, name in (("3e-3", "tiny-kern"), ("1e-3", "tiny-kern-lr0.001")):
         tiny_file.write_text(text.replace("lr = 3e-3", f"lr = {lr}"))
-        assert not is_name_chosen(tiny_file) and train.main([str(tiny_file)]) == 0
-        printed = capsys.readouterr().out
-        assert said in printed and ("this one goes to" in printed) == ("lr0.001" in said)
-        assert train.main([str(tiny_file)]) == 0
-        assert f"{said.split(':')[0]}: finished already, 4 steps" in capsys.readouterr().out
-    assert train.main([str(tiny_file), "--optim.lr=1", "--data.name=nowhere"]) == 2
-    assert capsys.readouterr().out == ""  # no folder is announced
-    assert train.main([str(tiny_file), "--run.name=tiny-kern"]) == 2
+        assert not is_name_chosen(tiny_file)
+        printed = call(train.main, tiny_file)
+        assert f"runs/{name}: kern" in printed
+        assert ("this one goes to" in printed) == (name != "tiny-kern")
+        assert f"runs/{name}: finished already, 4 steps" in call(train.main, tiny_file)
+    # no folder is announced
+    call(train.main, tiny_file, "--optim.lr=1", "--data.name=nowhere", code=2)
     said = "runs/tiny-kern holds a run with another config:\n  optim.lr: 0.003 -> 0.001"
-    assert said in capsys.readouterr().err
+    assert said in call(train.main, tiny_file, "--run.name=tiny-kern", code=2)
 
 
-def test_fresh_starts_over_in_a_new_folder(tiny, tiny_file, monkeypatch, capsys):
-    command = [str(tiny_file), "--train.max_steps=2", "--fresh"]
+def test_fresh_starts_over_in_a_new_folder(tiny, tiny_file, monkeypatch, call):
+    command = [train.main, tiny_file, "--train.max_steps=2", "--fresh"]
     place = Path(tiny().run.dir)
     for name in ("tiny", "tiny-2", "tiny-3"):
         before = content(place)
-        assert train.main(command) == 0
-        assert f"{name}: kern" in capsys.readouterr().out and steps(tiny(f"run.name={name}")) == [2]
+        assert f"{name}: kern" in call(*command) and steps(tiny(f"run.name={name}")) == [2]
         assert before.items() <= content(place).items()
     # a second try is not a fourth run
     for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "1")
-            assert train.main(command) == 2
-            assert "--run.name=NAME" in capsys.readouterr().err
+            assert "--run.name=NAME" in call(*command, code=2)
     assert {path.name for path in place.iterdir()} == {"tiny", "tiny-2", "tiny-3"}
 
 
@@ -148,19 +147,18 @@ def test_what_a_resume_keeps(config_of):
         run.find_changes(config_of(*own, "train.dtype=float32"))
 
 
-def test_a_run_of_before_keys_were_removed_resumes_to_the_bit(tiny, tiny_file):
-    command = [str(tiny_file), "--eval.interval=1", "--train.checkpoint_interval=2"]
-    assert train.main(command) == 0
-    folder = path_of(tiny())
-    losses, config = Run(folder).val_losses, (folder / "config.toml").read_text()
+def test_a_run_of_before_keys_were_removed_resumes_to_the_bit(tiny):
+    config = tiny("eval.interval=1", "train.checkpoint_interval=2")
+    losses = column(run(config), "val/loss")
+    folder = path_of(config)
+    text = (folder / "config.toml").read_text()
     for key, (default, _) in REMOVED.items():
         section, name = key.split(".")
-        config = re.sub(rf"(?m)^{name} = .*\n", "", config)
-        config = config.replace(f"[{section}]", f"[{section}]\n{name} = {format_toml(default)}")
+        text = re.sub(rf"(?m)^{name} = .*\n", "", text)
+        text = text.replace(f"[{section}]", f"[{section}]\n{name} = {format_toml(default)}")
     shutil.rmtree(folder / "checkpoints/step_00000004")
-    (folder / "config.toml").write_text(config)
-    assert train.main(command) == 0
-    assert Run(folder).val_losses == losses
+    (folder / "config.toml").write_text(text)
+    assert column(run(config), "val/loss") == losses
 
 
 # ---- who may write there
@@ -168,17 +166,17 @@ def test_claim_and_config_survive_a_power_failure(disk_calls, tiny):
     run = RunFolder(path_of(tiny()))
     assert run.recorded is None and run.last_step == 0
     with run.claim(ALONE):
-        written = ["sync run_id.tmp", "rename run_id", "sync tiny"]
-        assert disk_calls == ["sync runs", *written]
         owner = rf"\(process {os.getpid()} on {os.uname().nodename}\)"
         with pytest.raises(RunError, match=f"trains this run {owner}.*--fresh"):
             train.train(tiny())
         assert {path.name for path in run.path.iterdir()} == {"lock", "run_id"}
         with run.claim(Ranks(1, 2, torch.device("cpu"))):  # another rank of the job
-            pass
-        disk_calls.clear()
-        run.write_config(tiny())
-        assert disk_calls == ["sync config.toml.tmp", "rename config.toml", "sync tiny"]
+            run.write_config(tiny())
+    assert disk_calls == [
+        *("sync runs", "sync run_id.tmp", "rename run_id", "sync tiny"),
+        "sync runs",  # of the start that is refused
+        *("sync config.toml.tmp", "rename config.toml", "sync tiny"),
+    ]
     assert Run(run.path).config == tiny()
     with run.claim(ALONE):  # whoever held it before is forgotten
         assert (run.path / "lock").read_text().count("process") == 1
