@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import fuzz
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from runs import largest_file
 
@@ -110,6 +110,7 @@ KINDS = {"log": ["train/loss"], "val": ["val/loss"], "both": ["val/loss", "train
 
 
 @settings(fuzz, max_examples=60)
+@example(["both"] * 40, [0.3])
 @given(st.lists(st.sampled_from([*KINDS]), max_size=40), st.lists(st.floats(0, 1), max_size=4))
 def test_a_history_is_read_on(tmp_path, kinds, ends):
     """In parts that end anywhere it is that of the whole file: few lines, and the newest."""
@@ -262,7 +263,8 @@ def test_files_have_the_id_of_their_run_and_those_of_another_are_refused(tmp_pat
     for file in ("metrics.jsonl", "arrays/val_00000000.npz"):
         own = (one / file).read_bytes()
         shutil.copy(two / file, one / file)
-        refused = f"{file}: of another run: its run_id is fedcba9876543210, that of .* is 0123456"
+        ids = "its run_id is fedcba9876543210, that of .* is 0123456"
+        refused = f"^{one / file}: of another run: {ids}"
         with pytest.raises(RunError, match=refused):
             read_all(one)
         (one / file).write_bytes(own)
