@@ -26,7 +26,7 @@ def test_rows_of_wheels(tmp_path, monkeypatch, capsys):
         "train/a.whl": {"x.py": own, "y.txt": own + "y", "s.py": "s"},
         "train/b.whl": {"copy.py": own, "bytes.py": b"\xff" * 400},
         "val/c.whl": {"x.md": own, "n.py": near, "f.py": far},
-        "val/d.whl": {"o.rst": other, "big.py": "a\n" * 300_000},
+        "val/d.whl": {"o.rst": other, "big.py": "a\n" * 300_000, "g.py": far + "!"},
     }
     for name, files in wheels.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -38,12 +38,13 @@ def test_rows_of_wheels(tmp_path, monkeypatch, capsys):
     )
     assert packages.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     wanted = {"train": {"a.whl/x.py": own}, "val": {"c.whl/f.py": far, "d.whl/o.rst": other}}
+    wanted["val"]["d.whl/g.py"] = far + "!"  # copies within validation stay
     for split, files in wanted.items():
         content = lzma.decompress((tmp_path / f"out/{split}.jsonl.xz").read_bytes())
         assert [json.loads(line) for line in content.splitlines()] == order_rows(files)
     printed = capsys.readouterr().out
     assert "1 files of 2 packages" in printed and "left out: 1 duplicates, 0 near copies" in printed
-    assert "2 files of 2 packages" in printed and "left out: 1 duplicates, 1 near copies" in printed
+    assert "3 files of 2 packages" in printed and "left out: 1 duplicates, 1 near copies" in printed
 
 
 def test_a_download_that_fails_writes_nothing(tmp_path, monkeypatch, capsys):
