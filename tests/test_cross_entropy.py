@@ -41,6 +41,7 @@ WAYS = [("torch", dtype) for dtype in DTYPES] + [
     ("triton", dtype) for dtype in DTYPES if dtype != torch.float64
 ]
 WAYS += [("reference", torch.float32)]
+backends = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +115,7 @@ def test_equals_float64(backend, dtype, shape, small_chunks):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@backends
 @pytest.mark.parametrize(
     "dtype, large", [(torch.float16, False), (torch.bfloat16, False), (torch.float16, True)]
 )
@@ -135,7 +136,7 @@ def test_autocast(dtype, large, backend, small_chunks):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@backends
 def test_large_and_small_logits(backend):
     """±1e4, whole numbers so that nothing is rounded before the softmax, and rows where two are on
     top.
@@ -150,7 +151,7 @@ def test_large_and_small_logits(backend):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@backends
 def test_small_probabilities_in_float16(backend):
     """At the start of training each is 2e-5, below the least normal number of float16; under a
     small loss scale or a
@@ -169,7 +170,7 @@ def test_small_probabilities_in_float16(backend):
         assert_near(gradients[1].index_fill(0, targets, 0), wanted, limit, "W, others")
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@backends
 def test_without_gradients_none_are_computed(backend, monkeypatch):
     x, weight, targets = make_inputs(5, 16, 257)
     wanted = run_backend(x, weight, targets, backend)[0]
@@ -230,7 +231,7 @@ def test_memory_is_that_of_a_chunk(grad, N, monkeypatch):
 
 @pytest.mark.numerics
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@backends
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("N, C, V", [(8192, 768, 50304), (4096, 768, 50257), (8192, 128, 257)])
 def test_full_size_on_a_gpu(N, C, V, dtype, backend, monkeypatch):

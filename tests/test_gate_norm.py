@@ -73,21 +73,21 @@ def test_fresh_models_have_the_norm_on_their_first_batch(name, block):
     """Within the error of a few draws of weights, which are those without gate_norm though it may
     be sampled; router_init_ratio multiplies the draws of routers alone.
     """
-    gate_norm.sample_square.cache_clear()  # the first model samples
-    torch.manual_seed(seeded(0).initial_seed())
-    ratio = block.get("router_init_ratio", 1)
-    same = block | {"router_init_ratio": 1.0}
-    plain = GPT(settings(router=name, gate_norm=0.0, **same)).state_dict()
-    squares, idx = [], torch.randint(257, (4, 64), generator=seeded(0))
-    for seed in range(4):
+
+    def build(seed, **update):
         torch.manual_seed(seeded(seed).initial_seed())
-        model = GPT(settings(router=name, **block))
-        if seed == 0:
-            for key, value in model.state_dict().items():
-                factor = ratio if key.endswith("router.weight") else 1
-                assert key.endswith(".c") or torch.equal(value, factor * plain[key]), key
-        with torch.no_grad():
-            squares += model(idx, idx).stats.gate_square.tolist()
+        return GPT(settings(**{"router": name} | block | update))
+
+    gate_norm.sample_square.cache_clear()  # the first model samples
+    models = [build(seed) for seed in range(4)]
+    plain = build(0, gate_norm=0.0, router_init_ratio=1.0).state_dict()
+    ratio = block.get("router_init_ratio", 1)
+    for key, value in models[0].state_dict().items():
+        factor = ratio if key.endswith("router.weight") else 1
+        assert key.endswith(".c") or value.equal(factor * plain[key]), key
+    idx = torch.randint(257, (4, 64), generator=seeded(0))
+    with torch.no_grad():
+        squares = torch.cat([model(idx, idx).stats.gate_square for model in models]).tolist()
     error = np.std(squares) / math.sqrt(len(squares))
     assert np.mean(squares) == pytest.approx(2.5**2, abs=4 * error, rel=0.005)
     assert error < 0.05 * 2.5**2

@@ -90,6 +90,12 @@ def run_backend(leaves, experts, d_out, backend="triton", **more):
 assert_equals_reference = partial(test_kernels.assert_equals_reference, run=run_backend)
 
 
+def assert_form_equals_reference(form, *sizes, case="", dtype=torch.float16):
+    activation, *gated = FORMS[form]
+    inputs = make_inputs(*sizes, case, dtype, "cpu", *gated)
+    assert_equals_reference(*inputs, activation=activation)
+
+
 @on_cpu
 @pytest.mark.numerics
 @pytest.mark.parametrize(
@@ -103,10 +109,7 @@ assert_equals_reference = partial(test_kernels.assert_equals_reference, run=run_
     ],
 )
 def test_equals_reference(case, dtype, form, small_tiles):
-    activation, *gated = FORMS[form]
-    assert_equals_reference(
-        *make_inputs(*TILED[case], case, dtype, "cpu", *gated), activation=activation
-    )
+    assert_form_equals_reference(form, *TILED[case], case=case, dtype=dtype)
 
 
 @pytest.fixture
@@ -135,10 +138,8 @@ def test_half_precision_equals_reference_on_every_architecture(
     """Matrices whose tiles have two parts, the last ones partial, loaded by descriptors where there
     are any.
     """
-    activation, *gated = FORMS[form]
     monkeypatch.setattr(triton_experts, "major", lambda device: capability)
-    inputs = make_inputs(45, 48, 48, 3, 2, "", torch.float16, "cpu", *gated)
-    assert_equals_reference(*inputs, activation=activation)
+    assert_form_equals_reference(form, 45, 48, 48, 3, 2)
     assert launched >= {"rows_kernel" if capability == 8 else "rows_ahead_kernel"}
 
 
@@ -149,15 +150,10 @@ def test_half_precision_equals_reference_on_every_architecture(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equals_reference_with_the_tiles_of_a_gpu(dtype, form):
     """Partial tiles, and two of them along H; those of float32 are smaller."""
-    activation, *gated = FORMS[form]
-    shape = (72, 40, 70) if dtype == torch.float32 else (140, 70, 140)
-    assert_equals_reference(
-        *make_inputs(*shape, 2, 1, "", dtype, "cpu", *gated), activation=activation
-    )
+    sizes = (72, 40, 70) if dtype == torch.float32 else (140, 70, 140)
+    assert_form_equals_reference(form, *sizes, 2, 1, dtype=dtype)
     if dtype == torch.float16:  # which descriptors fit: an H of 64 makes whole steps of them
-        assert_equals_reference(
-            *make_inputs(140, 128, 192, 2, 1, "", dtype, "cpu", *gated), activation=activation
-        )
+        assert_form_equals_reference(form, 140, 128, 192, 2, 1)
 
 
 @on_cpu

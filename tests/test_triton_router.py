@@ -43,25 +43,18 @@ def small_tiles(monkeypatch, request):
         monkeypatch.setattr(triton_router, "ELEMENTS", 64)
 
 
-def make_logits(B, T, E, number=0):
-    return torch.randn(B * T, E, generator=seeded(number))
-
-
-def make_upstream(B, T, E, K):
-    """Gradients of weights, probability and z-loss; the first positive: the sum that is γ's does
-    not cancel.
+def make_inputs(name, B, T, E, K):
+    """A router, logits, and gradients of weights, probability and z-loss; the first positive: the
+    sum that is γ's does not cancel.
     """
-    some = seeded(1)
-    weights, probability = torch.rand(B * T, K, generator=some), torch.randn(B, E, generator=some)
-    return {"weights": weights, "probability": probability, "z_loss": torch.tensor(0.3)}
-
-
-def make_router(name, E, K):
     router = Router(1, E, K, ROUTERS[name], gate_scale=1.5)
     if router.gamma is not None:
         torch.nn.init.constant_(router.gamma, 0.7)
     router.selection_bias.normal_(std=0.1, generator=seeded(2))
-    return router
+    some = seeded(1)
+    weights, probability = torch.rand(B * T, K, generator=some), torch.randn(B, E, generator=some)
+    upstream = {"weights": weights, "probability": probability, "z_loss": torch.tensor(0.3)}
+    return router, torch.randn(B * T, E, generator=seeded()), upstream
 
 
 def collect(values, leaves, upstream):
@@ -133,9 +126,7 @@ SHAPES += product(
 @pytest.mark.numerics
 @pytest.mark.parametrize("name, shape, floor", SHAPES)
 def test_equals_router(name, shape, floor):
-    B, T, E, K = shape
-    upstream = make_upstream(*shape)
-    assert_equals_router(make_router(name, E, K), make_logits(B, T, E), upstream, B, floor=floor)
+    assert_equals_router(*make_inputs(name, *shape), shape[0], floor=floor)
 
 
 UNUSUAL = [*product(("kern", "kern-after", "softmax", "tanh"), ["ties"])]
@@ -148,11 +139,7 @@ UNUSUAL += product(("kern", "softmax", "sqrtsoftplus"), [0.0, 1e-30, 1e30])
 @pytest.mark.parametrize("name, kind", UNUSUAL)
 def test_unusual_logits(name, kind):
     B, T, E, K = TYPICAL
-    router, upstream, logits = (
-        make_router(name, E, K),
-        make_upstream(*TYPICAL),
-        make_logits(B, T, E),
-    )
+    router, logits, upstream = make_inputs(name, *TYPICAL)
     del upstream["z_loss"]
     # sure choices have no gradient but for ε; squares of gates underflow
     floor = 1.0 if name == "softmax" else 1e-35
@@ -190,9 +177,8 @@ def test_a_token_with_a_bad_logit_spoils_no_other(name, bad, shape):
     its loads count. A GPU's maximum may drop NaN, the interpreter's keeps it.
     """
     B, T, E, K = shape
-    router, upstream = make_router(name, E, K), make_upstream(B, T, E, K)
+    router, logits, upstream = make_inputs(name, *shape)
     upstream = {"weights": upstream["weights"]}
-    logits = make_logits(B, T, E)
     clean = run_kernel(router, logits, upstream, B)
     logits[3, 5] = logits[9] = bad
     out = run_kernel(router, logits, upstream, B)
@@ -224,6 +210,6 @@ def test_where_the_kernel_runs():
 )
 def test_equals_router_in_full_size_on_gpu(name, E, K):
     """Each router and shape compiles separately: 4 kernels."""
-    logits, upstream = make_logits(8, 1000, E), make_upstream(8, 1000, E, K)
-    first = assert_equals_router(make_router(name, E, K), logits, upstream, 8)
-    assert_equal(first, run_kernel(make_router(name, E, K), logits, upstream, 8))
+    inputs = name, 8, 1000, E, K
+    first = assert_equals_router(*make_inputs(*inputs), 8)
+    assert_equal(first, run_kernel(*make_inputs(*inputs), 8))
