@@ -149,7 +149,7 @@ def test_the_text_is_that_of_the_quickstart(tmp_path, monkeypatch):
     tokens = nano.read_text().tolist()
     documents = split_documents(tokens)
     assert len(documents) == 4
-    wanted = [*prepared.train, *prepared.val]
+    wanted = [token for ids in prepared.ids.values() for token in ids.tolist()]
     assert len(tokens) == len(wanted) and documents == split_documents(wanted)
 
 
