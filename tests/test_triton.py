@@ -287,9 +287,12 @@ def test_gradients_of_weights_are_not_rounded_under_autocast(small_tiles):
     can be.
     """
     leaves, experts, d_out = make_inputs(*TILED["typical"])
+    d_out = d_out.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        d_w_in, d_w_out = run_backend(leaves, experts, d_out.bfloat16())[2:4]
-    for gradient in (d_w_in, d_w_out):
+        out, _, *d_weights, _ = run_backend(leaves, experts, d_out)
+    rounded = [t.bfloat16() for t in leaves[:3]]
+    assert_equal(out, run_backend([*rounded, leaves[3]], experts, d_out)[0])
+    for gradient in d_weights:
         assert gradient.dtype == torch.float32
         assert not gradient.equal(gradient.bfloat16().float())
 
