@@ -5,8 +5,7 @@ train.py imports this file only for a run that asks for tasks, and gives `TaskSc
 
 import io
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
@@ -20,19 +19,6 @@ from runtime import RankError, RunError, distributed
 from runtime.distributed import Ranks
 from runtime.launch import Stop
 from runtime.parallel import gather_model
-
-
-@contextmanager
-def prefix_errors() -> Iterator[None]:
-    """Put eval.tasks in front of a ValueError raised within, and make it a RunError.
-
-    One rank per node reports a RankError: other nodes may have the documents.
-    """
-    try:
-        yield
-    except ValueError as error:
-        kind = RunError if distributed.local_rank() else RankError
-        raise kind(f"eval.tasks: {error}") from error
 
 
 class TaskScores:
@@ -49,9 +35,13 @@ class TaskScores:
         self._scratch = tempfile.TemporaryDirectory()
         names = config.eval.task_names
         folder = Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
-        with prefix_errors():
+        try:
             manager = check_tasks(names, folder)
             self.loaded = load_tasks(manager, names, folder, self._scratch.name)
+        except ValueError as error:
+            # one rank per node reports a RankError: other nodes may have the documents
+            kind = RunError if distributed.local_rank() else RankError
+            raise kind(f"eval.tasks: {error}") from error
 
     def __call__(
         self, model: GPT, step: int, ranks: Ranks, stop: Stop, sharded: bool = False
