@@ -154,7 +154,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     stop = stop or Stop()
     failed = []
     for point, code in train_points(file, left, shares, stop, announce=True):
-        if code not in (0, EXIT_CODE):
+        if code:
             failed.append(point)
     if stop.asked:
         return EXIT_CODE
