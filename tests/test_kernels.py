@@ -49,18 +49,19 @@ def make_inputs(N, C, H, E, K, case="", dtype=torch.float32, device="cpu", gated
     tensors = [torch.randn(shape, generator=g, device=device) for shape in shapes]
     if case in ("one token", "one expert", "any shape"):
         tensors = [t.abs() for t in tensors]
-    *leaves, weights, d_out = (t.to(dtype) for t in tensors)
+    *leaves, weights, d_out = tensors
+    leaves = [t.to(dtype) for t in leaves]
     weights = weights.to(torch.promote_types(dtype, torch.float32))
     scores = torch.rand(N, E, generator=g, device=device)
     if case == "skewed":
         scores /= torch.arange(1, E + 1, device=device) ** 0.5
     if case == "collapsed":
-        scores[:, :K] += 1
+        scores[:, E // 2 : E // 2 + K] += 1
     if case == "idle":
         scores[:, K::2] -= 1
     if case == "zero gates":
         weights[::2] = 0
-    return [*leaves, weights], scores.topk(K).indices, d_out
+    return [*leaves, weights], scores.topk(K).indices, d_out.to(dtype)
 
 
 def run_backend(leaves, experts, d_out, backend="torch", activation="gelu"):
