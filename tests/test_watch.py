@@ -4,6 +4,7 @@ import errno
 import fcntl
 import io
 import json
+import math
 import os
 import platform
 import re
@@ -107,6 +108,7 @@ def test_trouble(make_run, lines, files, state, trouble):
     for name, text in files.items():
         (folder / name).write_text(text)
     assert Run(folder).find_status() == (state, lines[-1][0], trouble)
+    assert all(math.isfinite(loss) for loss in Run(folder).series("val/loss").values())
 
 
 def test_a_lock_that_cannot_be_asked_for_is_unknown(make_run, monkeypatch):
@@ -210,7 +212,7 @@ def test_files_that_change_are_read_again(tmp_path):
     (tmp_path / "report").mkdir()
     (tmp_path / "report/report.html").touch()
     ((run,), left_out) = read_runs(tmp_path.glob("*"))
-    assert left_out == []
+    assert left_out == [] and run.status.state == "finished"
     with locked(folder):  # which changes none of its files
         ((again,), _) = read_runs([tmp_path])
         assert again is run and run.status.state == "running"
