@@ -393,6 +393,8 @@ def compare(config, recorder, lines):
             healthy = 0
         compare_updates(config, optimizer, step, after, rate, line)
         compare_biases(config, step, after, layers)
+        gammas = [tensor.item() for name, tensor in after.items() if name.endswith("gamma")]
+        assert line.get("router/gamma_of_layers", []) == pytest.approx(gammas)
         decay = config.train.ema_decay
         for name, tensor in after.items():
             mean[name] = decay * mean.get(name, 0) + (1 - decay) * tensor.double()

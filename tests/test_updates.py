@@ -26,7 +26,7 @@ from runtime.optimizers import (
     build_optimizer,
 )
 from runtime.runs import Run
-from runtime.updates import BAD_LOSS, Updates
+from runtime.updates import BAD_LOSS, Updates, WeightAverage
 
 # ---- against torch in float64
 SMALL = Model(
@@ -45,6 +45,10 @@ def test_copies_follow_the_weights_and_stay_where_they_are():
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step(torch.ones(()), torch.zeros(()))
+    moved = flat(model)
+    optimizer.step(torch.ones(()), torch.ones(()))  # a skipped one
+    assert torch.equal(flat(model), moved)
+    assert {state["step"].item() for state in optimizer.state.values()} == {1}
     assert all(torch.equal(half.copies[weight], weight.half()) for weight in weights)
     with torch.no_grad():
         weights[0].mul_(2)  # as loading a checkpoint changes weights
@@ -286,6 +290,7 @@ def test_crash_dump_repeats_the_step(tiny, poison):
 
 
 def test_a_decision_is_compiled_once(monkeypatch):
+    monkeypatch.setattr("runtime.updates.GROWTH_INTERVAL", 8)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     p = torch.nn.Parameter(torch.ones(7))
     optimizer = Optimizers([torch.optim.AdamW([p], fused=True)], [p])
@@ -295,8 +300,9 @@ def test_a_decision_is_compiled_once(monkeypatch):
             p.grad = torch.full((7,), math.inf if step in (20, 21, 30) else 1.0)
             updates.step(step, 0.0, torch.tensor(1.0 + step, dtype=torch.float64))
     counters = updates.read()
-    assert (counters.skipped, counters.taken, counters.scale) == (3, 37, 65536 / 8)
-    assert (counters.step, counters.loss, counters.healthy) == (39, 40.0, 9)
+    # doubled after steps 7, 15, 29 and 38, halved after 20, 21 and 30
+    assert (counters.skipped, counters.taken, counters.scale) == (3, 37, 65536 * 2)
+    assert (counters.step, counters.loss, counters.healthy) == (39, 40.0, 1)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -314,3 +320,19 @@ def test_a_bad_loss_of_finite_gradients_changes_no_weight(loss):
     assert torch.equal(flat(model), before)
     updates.numbers.copy_(torch.arange(141))  # the places that checkpoints have had from the start
     assert updates.read() == (0, 1, 2, 3, 4, 9, 10, 11, 12)
+
+
+def test_a_skipped_step_leaves_the_mean_of_weights():
+    """With decay d the mean of w_1 and w_2 is (d w_1 + w_2) (1 - d) / (1 - d²)."""
+    p = torch.nn.Parameter(torch.tensor([0.0], dtype=torch.float64))
+    average = WeightAverage(torch.nn.ParameterList([p]), 0.25)
+    for weight, taken, n_taken in (
+        (5.0, False, 0),
+        (1.0, True, 1),
+        (3.0, True, 2),
+        (7.0, False, 2),
+    ):
+        p.data.fill_(weight)
+        average.update(torch.tensor(taken), torch.tensor(float(n_taken), dtype=torch.float64))
+    (mean,) = average.tensors.values()
+    assert mean.item() == pytest.approx((0.25 * 1 + 3) * 0.75 / (1 - 0.25**2), rel=1e-6)
