@@ -1,4 +1,4 @@
-"""What the pairs of a question say: difference, test, and power."""
+"""What the pairs of a question say: difference and test."""
 
 import math
 from collections.abc import Sequence
@@ -70,21 +70,6 @@ def judge(protocol: Protocol, answer: Answer) -> str:
         sign = "lower" if mean.mean < 0 else "higher"
         return f"{sign}, by less than {protocol.margin:g}" if within else sign
     return "equivalent" if within else "undecided"
-
-
-def power(size: float, deviation: float, pairs: int, alpha: float) -> float:
-    """The chance that a two-sided t-test over pairs finds a difference.
-
-    Args:
-        size: the true mean difference.
-        deviation: standard deviation of a pair's difference.
-        pairs: their number.
-        alpha: level of the test.
-    """
-    freedom = pairs - 1
-    limit = stats.t.ppf(1 - alpha / 2, freedom)
-    shift = size / deviation * math.sqrt(pairs)
-    return float(stats.nct.sf(limit, freedom, shift) + stats.nct.cdf(-limit, freedom, shift))
 
 
 def find_best(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, float] | None:

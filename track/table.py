@@ -7,7 +7,7 @@ from statistics import fmean
 from common.files import read_json, write_atomic
 from common.text import Table, markdown_table
 from track.contest import COUNTING, Line, Protocol, Question, draw_setting, read_lines
-from track.score import Answer, answer, find_best, judge, power
+from track.score import Answer, answer, find_best, judge
 
 PAGE = Path(__file__).with_name("README.md")
 MARKS = ("<!-- track: begin -->", "<!-- track: end -->")
@@ -66,16 +66,6 @@ def format_mean(values: Sequence[float | None], digits: int) -> str:
     return f"{fmean(there):.{digits}f}" if there else ""
 
 
-def describe_power(protocol: Protocol, one: Answer) -> str:
-    """How small a difference a question can find."""
-    deviation = protocol.pilot_sd
-    small, large = (power(size, deviation, one.planned, protocol.alpha) for size in (0.005, 0.008))
-    return (
-        f"With the standard deviation expected from edition 2, {deviation:.4f},\n{one.planned} "
-        f"pairs find a difference of 0.005 in {small:.0%} and of 0.008 in {large:.0%} of contests."
-    )
-
-
 def draw_answers(answers: Sequence[Answer], lines: Sequence[Line], counting: float) -> bytes:
     """An SVG file: each question's difference from softmax-renorm; dense and counting as lines.
 
@@ -98,7 +88,7 @@ def write_page(protocol: Protocol, records: Path) -> None:
     lines = read_lines(records / "main.jsonl")
     counting = read_json(records / COUNTING, dict[str, float])["main"]
     answers = [answer(protocol, name, lines) for name in protocol.questions]
-    parts = [describe_power(protocol, answers[0])]
+    parts = []
     if sum(one.mean is not None for one in answers) > 1:
         picture = records / "differences.svg"
         write_atomic(picture, draw_answers(answers, lines, counting))
