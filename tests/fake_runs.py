@@ -4,7 +4,7 @@ checkpoint's manifest.
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,25 @@ def make_curves(folder: Path, seeds: int = 4) -> list[Path]:
     return runs
 
 
-def loss_of(folder: Path, step: int = -1) -> float:
-    """val/loss by metrics.jsonl, at the end by default, without the report's reader."""
+def read_series(folder: Path, name: str = "val/loss") -> dict[int, float]:
+    """{step: value} of a name in a run's metrics.jsonl, without the report's reader."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def loss_of(folder: Path, step: int = -1) -> float:
+    """val/loss of a run by `read_series`, at the end by default."""
+    losses = read_series(folder)
     return losses[max(losses) if step < 0 else step]
+
+
+def change_lines(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Call `change` on each line of a run's metrics.jsonl; a line that is then empty leaves."""
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        change(line)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines if line))
 
 
 def load_groups(*folders: Path, key: str | None = None) -> list[Group]:

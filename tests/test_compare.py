@@ -46,25 +46,25 @@ def test_what_is_too_few_has_no_interval_and_decides_nothing():
     assert judge([Difference(math.inf)])[0].text == "higher"
 
 
-def test_clusters_by_hand_and_as_pairs():
-    values, clusters = np.array([1.0, 3.0, 2.0, 8.0]), [7, 7, 7, 2]
-    # mean 3.5; sums of residuals -4.5 and 4.5; shares 3/4 and 1/4; (9 + 1)² / (81 + 1) - 1 < 1
-    error = math.sqrt((4.5**2 / (1 - 3 / 4) + 4.5**2 / (1 - 1 / 4)) / 16)
-    assert clustered(values, clusters) == pytest.approx(student(3.5, error, 1, 2))
-    # a weight is as many equal values
-    weighted = clustered([2.0, 8.0], [7, 2], [3, 1])
-    assert weighted == pytest.approx(clustered([2.0, 2.0, 2.0, 8.0], clusters))
-    labels = np.repeat([0, 1, 2, 3, 4], [4, 2, 2, 2, 2])
-    values = np.random.default_rng(2).normal(size=12)
-    sums = np.bincount(labels, values - values.mean())
-    shares = np.bincount(labels) / 12
-    error = math.sqrt((sums**2 / (1 - shares)).sum()) / 12
-    freedom = (16 + 4 * 4) ** 2 / (256 + 4 * 16) - 1
-    assert clustered(values, labels) == pytest.approx(student(values.mean(), error, freedom, 5))
-    # clusters of one size are pairs of their means
-    values = np.random.default_rng(3).normal(1, 1, (5, 4))
-    equal = clustered(values.ravel(), np.repeat(range(5), 4))
-    assert equal == pytest.approx(paired(values.mean(axis=1)))
+@pytest.mark.parametrize("sizes", [[3, 1], [4, 2, 2, 2, 2], [4, 4, 4, 4, 4]])
+def test_clusters_by_hand_and_as_pairs(sizes):
+    random = np.random.default_rng(2)
+    groups = [random.normal(1, 1, size) for size in sizes]
+    values = np.concatenate(groups)
+    mean = values.mean()
+    shares = np.divide(sizes, len(values))
+    sums = np.array([(group - mean).sum() for group in groups]) / len(values)
+    error = math.sqrt((sums**2 / (1 - shares)).sum())
+    freedom = (shares**2).sum() ** 2 / (shares**4).sum() - 1  # below 1 for the first sizes
+    wanted = student(mean, error, max(1, freedom), len(sizes))
+    assert clustered(values, np.repeat([9, 7, 8, 2, 4][: len(sizes)], sizes)) == pytest.approx(
+        wanted
+    )
+    means = [group.mean() for group in groups]
+    # a weight is as many equal values; clusters of one size are pairs of their means
+    assert clustered(means, range(len(sizes)), sizes) == pytest.approx(wanted)
+    if len({*sizes}) == 1:
+        assert paired(means) == pytest.approx(wanted)
 
 
 def limit_lowest(one, other):

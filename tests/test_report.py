@@ -9,27 +9,26 @@ import hashlib
 import json
 import math
 import re
-from functools import cache
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
-import pandas
 import pytest
 from fake_runs import (
     CONFIG,
     add_checkpoint,
+    change_lines,
     load_groups,
     loss_of,
     make_curves,
     make_run,
     make_seeds,
+    read_series,
 )
 from scipy import stats
 
 from measures import MEASURES
 from report import tables
-from report.compare import lowest
+from report.compare import judge, lowest, paired
 from report.frame import choose_baseline, compare_group, find_pairs, group_runs
 from report.overview import build_overview, count_states
 from report.paper import NUMBERS, build_paper_table
@@ -49,10 +48,6 @@ def make(folder, *specs, **shape):
 
 def load(*folders, key=None):
     return group_runs([*map(Run, folders)], key)
-
-
-def name_pairs(comparisons):
-    return [f"{pair.left} against {pair.right}" for pair in comparisons]
 
 
 # ---- which runs are compared
@@ -158,58 +153,54 @@ def test_a_group_is_what_changes_a_loss_and_a_variant_an_option(tmp_path, specs,
 # ---- pairs
 def test_which_variants_are_compared(tmp_path):
     """With the baseline's most alike; of its own variants those that differ in one option."""
-    specs = []
-    for router, scale in [("kern", 1), ("kern", 3), ("softmax", 1), ("softmax", 3), ("tanh", 18)]:
-        specs.append(f"router={router} model.gate_scale={scale} train.z_loss_coef={scale // 18}")
-    (group,) = load_groups(*make(tmp_path, *specs))
-    kern1, kern3, tanh = "kern, gate_scale 1", "kern, gate_scale 3", "tanh, gate_scale 18"
-    softmax1, softmax3 = "softmax, gate_scale 1", "softmax, gate_scale 3"
-    names = [f"{v}, z_loss_coef {int('18' in v)}" for v in (kern1, kern3, softmax1, softmax3, tanh)]
+    variants = [("kern", 1), ("kern", 3), ("softmax", 1), ("softmax", 3), ("tanh", 18)]
+    option = "model.gate_scale={} train.z_loss_coef={}"
+    runs = make(tmp_path, *(f"router={v} {option.format(s, s // 18)}" for v, s in variants))
+    (group,) = load_groups(*runs)
+    names = [f"{router}, gate_scale {s}, z_loss_coef {s // 18}" for router, s in variants]
     kern1, kern3, softmax1, softmax3, tanh = names
     with_kern = {(kern3, kern1), (softmax1, kern1), (softmax3, kern3), (tanh, kern1), (tanh, kern3)}
-    assert set(find_pairs(group, "kern")) == with_kern and len(with_kern) == 5
+    assert set(find_pairs(group, "kern")) == with_kern
     assert set(find_pairs(group, kern3)) == {(v, kern3) for v in names if v != kern3}
-    with_tanh = set(find_pairs(group, "tanh"))
-    assert with_tanh == {(v, tanh) for v in names[:4]}
+    assert set(find_pairs(group, "tanh")) == {(v, tanh) for v in names[:4]}
     # in a picture the first of two that are as like is subtracted, and none of the baseline's own
     curves = collect_differences(group, "kern")
-    ends = [loss_of(tmp_path / str(i)) for i in (4, 0)]
-    assert curves[tanh].loc[1000, "mean"] == pytest.approx(np.subtract(*ends)) and len(curves) == 3
+    apart = loss_of(runs[4]) - loss_of(runs[0])
+    assert curves[tanh].loc[1000, "mean"] == pytest.approx(apart) and len(curves) == 3
     assert len(collect_differences(group, kern1)) == 4
     given = [choose_baseline(group, name) for name in ("dense", "kern", kern3)]
     assert given == ["softmax", "kern", kern3]  # the first router, without that one
-    specs = [f"model.gate_scale={i} train.z_loss_coef={i}" for i in (1, 2)]
-    (group,) = load_groups(*make(tmp_path / "two", *specs))
+    (group,) = load_groups(*make(tmp_path / "two", option.format(1, 1), option.format(2, 2)))
     one, two = group.runs
     assert find_pairs(group, "kern") == []  # they differ in two options
     assert find_pairs(group, two) == [(one, two)]
 
 
 def test_differences_are_of_seeds_in_common(tmp_path):
-    runs = []
-    for seed in (0, 1, 3, 4):
-        runs.append(make_run(tmp_path / f"k{seed}", f"run.seed={seed}", end=1.5, noise=0.01))
-    for seed in (2, 3, 1, 4):
-        runs.append(make_run(tmp_path / f"d{seed}", f"run.seed={seed}", "model.router=dense"))
-    (group,) = load_groups(*runs)
-    (pair,) = compare_group(group, "dense")
-    losses = [[loss_of(tmp_path / f"{name}{seed}") for seed in (1, 3, 4)] for name in "kd"]
-    oracle = stats.ttest_rel(*losses)
-    wanted = (np.subtract(*losses).mean(), *oracle.confidence_interval(), oracle.pvalue, 3)
-    assert (pair.left, pair.right, pair.verdict) == ("kern", "dense", "lower")
-    assert pair.difference == pytest.approx(wanted) and pair.p == pytest.approx(oracle.pvalue)
-    assert compare_group(load_groups(runs[0], runs[4])[0]) == []  # without a common seed
-
-
-def test_few_seeds_have_no_interval_and_decide_nothing(tmp_path):
-    runs = make_seeds(tmp_path, {"kern": 1.5, "tanh": 2.0}, 2, noise=0.01)
-    for seeds, said in ((1, "undecided (1 seed)"), (2, "undecided (2 seeds)")):
-        chosen = [run for run in runs if int(run.name[4:]) < seeds]
-        (group,) = load_groups(*chosen)
-        (pair,) = compare_group(group, "tanh", margin=9)
-        losses = np.array([loss_of(run) for run in chosen]).reshape(2, seeds)
-        mean = f"{np.mean(losses[0] - losses[1]):+.4f}"
-        assert (str(pair.difference), pair.verdict, math.isnan(pair.p)) == (mean, said, True)
+    """With fewer than three there is no interval and nothing is decided."""
+    kern = make_seeds(tmp_path, {"kern": 1.5}, 5, noise=0.01)
+    dense = make_seeds(tmp_path, {"dense": 2.0}, 5)
+    for shared, margin, said in (
+        ([1, 3, 4], 0, "lower"),
+        ([1, 4], 9, "undecided (2 seeds)"),
+        ([3], 9, "undecided (1 seed)"),
+    ):
+        pairs = [[runs[seed] for seed in shared] for runs in (kern, dense)]
+        (group,) = load_groups(kern[0], *pairs[0], dense[2], *reversed(pairs[1]))
+        (pair,) = compare_group(group, "dense", margin)
+        losses = [[*map(loss_of, runs)] for runs in pairs]
+        mean = np.subtract(*losses).mean()
+        assert (pair.left, pair.right, pair.verdict) == ("kern", "dense", said)
+        if len(shared) < 3:
+            assert str(pair.difference) == f"{mean:+.4f}" and math.isnan(pair.p)
+            continue
+        oracle = stats.ttest_rel(*losses)
+        assert pair.difference == pytest.approx(
+            (mean, *oracle.confidence_interval(), oracle.pvalue, 3)
+        )
+        assert pair.p == pytest.approx(oracle.pvalue)
+    (group,) = load_groups(kern[0], dense[2])
+    assert compare_group(group) == []
 
 
 # ---- over a key
@@ -274,45 +265,32 @@ def test_bad_keys(tmp_path, key, given, said):
 RENORM = "softmax-renorm"
 ROUTERS = ("softmax", "kern", RENORM)  # in the order of tables
 SEEDS = (0, 1, 2)
-PAIRS = [("softmax", "kern"), (RENORM, "kern")]
 MARGIN = 0.1
 XS = (0.5, 1, 4)  # gate norms
-
-
-@cache
-def read_series(run, name):
-    """{step: value} of a name in a run's metrics.jsonl."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[name] for line in lines if name in line}
 
 
 def make_random_runs(folder, xs=(1,), **shape):
     """{(router, x, seed): run} at gate norms `xs`, whose lines have numbers of their own."""
     random = np.random.default_rng(1)
+
+    def change(line):
+        for name in line.keys() - {"step", "tokens", "val/loss"}:
+            line[name] = random.uniform(1, 9)
+        if "val/loss" in line:
+            line["val/loss"] += random.normal(0, 0.01)
+
     runs = {}
     for router, x, seed in product(ROUTERS, xs, SEEDS):
         settings = [f"model.router={router}", f"model.gate_norm={x}", f"run.seed={seed}"]
         end = {"softmax": 2.2, "kern": 2.0, RENORM: 2.02}[router] + x / 10
         run = make_run(folder / f"{router}-{x}-{seed}", *settings, end=end, **shape)
-        file = run / "metrics.jsonl"
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        for line in lines:
-            for name in line.keys() - {"step", "tokens", "val/loss"}:
-                line[name] = random.uniform(1, 9)
-            if "val/loss" in line:
-                line["val/loss"] += random.normal(0, 0.01)
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        change_lines(run, change)
         runs[router, x, seed] = run
     return runs
 
 
 def format_mean(values, form=".4f"):
     return f"{np.mean(values):{form}} ± {np.std(values, ddof=1):{form}}" if len(values) else ""
-
-
-def format_interval(differences):
-    interval = stats.ttest_1samp(differences, 0).confidence_interval()
-    return f"{np.mean(differences):+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
 
 
 def check_measures(table, runs, keys, step):
@@ -330,51 +308,40 @@ def check_measures(table, runs, keys, step):
 
 
 def test_every_cell_of_a_report_over_a_key(tmp_path):
-    """Verdicts, losses and measures: t-tests over seeds, of means over the key and of the best."""
+    """Verdicts, losses and measures; report/compare.py has tests of its own."""
     runs = make_random_runs(tmp_path, XS)
-    losses = {}
-    for router, x in product(ROUTERS, XS):
-        ends = [read_series(runs[router, x, seed], "val/loss")[1000] for seed in SEEDS]
-        losses[router, x] = np.array(ends)
+    losses = {}  # {router: (XS, SEEDS)}
+    for router in ROUTERS:
+        losses[router] = np.array([[loss_of(runs[router, x, seed]) for seed in SEEDS] for x in XS])
     (group,) = load_groups(*runs.values(), key="model.gate_norm")
     table = tables.build_loss_table(group)
     assert table.columns == ["model.gate_norm, ± SD over seeds", "seed", "0.5", "1", "4"]
-    for router, line in zip(ROUTERS, table.lines, strict=True):
-        assert line == [router, "0, 1, 2", *(format_mean(losses[router, x]) for x in XS)]
-    wanted = {}
-    for a, b in PAIRS:
-        apart = np.mean([losses[a, x] - losses[b, x] for x in XS], axis=0)
-        p = stats.ttest_1samp(apart, 0).pvalue
-        below = stats.ttest_1samp(apart, MARGIN, alternative="less").pvalue
-        above = stats.ttest_1samp(apart, -MARGIN, alternative="greater").pvalue
-        # one is decided both ways, by p-values that no correction of two moves over 0.05
-        verdict = "equivalent" if max(below, above) < 0.05 / 2 else "higher"
-        assert verdict == "equivalent" or p < 0.05 / 2
-        best = lowest(*([losses[router, x] for x in XS] for router in (a, b)))
-        cells = [format_interval(apart), str(best), verdict, p, best.p]
-        wanted[a] = cells
-    pairs = compare_group(group, margin=MARGIN)
+    assert table.lines == [
+        [router, "0, 1, 2", *map(format_mean, losses[router])] for router in ROUTERS
+    ]
+    others = ("softmax", RENORM)
+    means = [paired(losses[router].mean(0), losses["kern"].mean(0)) for router in others]
+    bests = [lowest(losses[router], losses["kern"]) for router in others]
+    cells = {router: {} for router in ROUTERS}
+    for name, differences, margin in (("at best: ", bests, 0), ("mean: ", means, MARGIN)):
+        verdicts = judge(differences, margin)
+        assert len({verdict.text for verdict in verdicts}) == 2
+        for router, difference, verdict in zip(others, differences, verdicts, strict=True):
+            cells[router] |= {
+                "minus": "kern",
+                f"{name}is": verdict.text,
+                f"{name}difference, 95%": str(difference),
+                f"{name}Holm's p": f"{verdict.p:.2g}",
+            }
     best = compare_group(group, at_best=True)
-    rows = tables.list_verdicts(group, {"at best: ": best, "mean: ": pairs})
-    assert [row["variant"] for row in rows] == [*wanted, "kern"]
-    for place in (3, 4):
-        smaller, larger = sorted(cells[place] for cells in wanted.values())
-        holm = {smaller: 2 * smaller, larger: max(larger, 2 * smaller)}
-        for cells in wanted.values():
-            cells[place] = holm[cells[place]]
-    for row in rows:
-        router = row["variant"]
-        place = min(XS, key=lambda x, router=router: losses[router, x].mean())
-        assert row["best model.gate_norm"] == f"{place:g}" and row["seed"] == "0, 1, 2"
-        assert row["loss, ± SD over seeds"] == format_mean(losses[router, place])
-        if router == "kern":
-            assert "minus" not in row
-            continue
-        mean, at_best, verdict, p, p_best = wanted[router]
-        assert (row["minus"], row["mean: is"]) == ("kern", verdict)
-        assert row["mean: difference, 95%"] == mean and row["at best: difference, 95%"] == at_best
-        assert row["at best: is"] == ("higher" if p_best < 0.05 else "undecided")
-        assert row["mean: Holm's p"] == f"{p:.2g}" and row["at best: Holm's p"] == f"{p_best:.2g}"
+    pairs = compare_group(group, margin=MARGIN)
+    wanted = []
+    for router in (*others, "kern"):
+        place = losses[router].mean(1).argmin()
+        end = {"loss, ± SD over seeds": format_mean(losses[router][place]), "seed": "0, 1, 2"}
+        end["best model.gate_norm"] = f"{XS[place]:g}"
+        wanted.append({"setting": "", "variant": router} | cells[router] | end)
+    assert tables.list_verdicts(group, {"at best: ": best, "mean: ": pairs}) == wanted
     keys = {f"{router}, gate_norm {x:g}": (router, x) for router, x in product(ROUTERS, XS)}
     check_measures(tables.build_measure_table(group), runs, keys, 1000)
     group.losses.loc[4, ("kern", 1)] = 0  # the best value has the lowest mean, not the lowest loss
@@ -386,14 +353,12 @@ def test_measures_of_runs_that_train_are_of_the_step_that_all_have(tmp_path):
     """kern's runs are at step 800, the others at 500, which is compared."""
     runs = make_random_runs(tmp_path, until=0.8)
     for (router, _, _), run in runs.items():
-        file = run / "metrics.jsonl"
         if router != "kern":
-            lines = file.read_text().splitlines(keepends=True)
-            file.write_text("".join(line for line in lines if json.loads(line)["step"] <= 500))
-    file = runs["softmax", 1, 0] / "metrics.jsonl"  # its last entropy is older
-    text = re.sub(r'("step": 500\b.*), "router/entropy": [\d.]+', r"\1", file.read_text())
-    assert text != file.read_text()
-    file.write_text(text)
+            change_lines(run, lambda line: line["step"] > 500 and line.clear())
+    # its last entropy is older
+    change_lines(
+        runs["softmax", 1, 0], lambda line: line["step"] == 500 and line.pop("router/entropy", 0)
+    )
     (group,) = load_groups(*runs.values())
     keys = {router: (router, 1) for router in ROUTERS}
     check_measures(tables.build_measure_table(group), runs, keys, 500)
@@ -474,10 +439,3 @@ def test_the_papers_losses(tmp_path):
     values = {"model.n_expert": 64, "data.name": "books3"}
     assert build_paper_table("sparsity", values).lines[1] == ["kern", "3.3080"]
     assert build_paper_table("sparsity", {"data.name": "books3"}).rows == []
-
-
-@pytest.mark.parametrize("n, rows", [(4, [10, 40, 70, 100]), (3, [20, 60, 100]), (10, None)])
-def test_the_last_step_is_among_the_rows_that_are_shown(n, rows):
-    losses = pandas.DataFrame(index=range(0, 101, 10))
-    group = SimpleNamespace(losses=losses, key="")
-    assert tables.list_rows(group, n) == (rows or list(range(10, 101, 10)))

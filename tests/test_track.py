@@ -427,10 +427,8 @@ def test_a_contest_from_end_to_end(rules, tmp_path, capsys, monkeypatch):
     output = capsys.readouterr().out
     lines = read_lines(tmp_path / "records/main.jsonl")
     assert len(lines) == 4 and not list((tmp_path / "runs").rglob("checkpoints"))
-    again = [line for line in output.splitlines() if ", recorded " in line]
-    assert len(again) == 2
-    for line in again:
-        assert line.split(": ")[1].split(",")[0] == line.split("recorded ")[1].split(" ")[0]
+    again = re.findall(r": ([\d.]+), recorded ([\d.]+) with", output)
+    assert len(again) == 2 and all(float(first) == float(then) for first, then in again)
     mine = ["enter", "mine", "--spec", "tanh, post=l2 over topk", "--balance", "loss"]
     assert main([*records, *mine, "--settings", "2", "--rung", "main"], Stop()) == 0
     assert "2 of 2" in capsys.readouterr().out
