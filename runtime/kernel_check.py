@@ -67,7 +67,7 @@ def find_wrong_kernel(config: Model, n_token: int, device: torch.device, dtype: 
         results = []
         for backend in ("triton", "torch"):
             generator = torch.Generator(device).manual_seed(0)
-            draw = partial(torch.randn, generator=generator)
+            draw = partial(torch.randn, generator=generator, requires_grad=True)
             autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
             with device, autocast:
                 results.append(compute(config, n_token, draw, backend))
@@ -99,8 +99,6 @@ def compute_norm(config: Model, n_token: int, draw: Draw, backend: str) -> list[
     x, y = draw(ROWS, config.n_embd), draw(ROWS, config.n_embd)
     if torch.is_autocast_enabled(x.device.type):
         y = y.to(torch.get_autocast_dtype(x.device.type))  # of the layer before
-    x.requires_grad_()
-    y.requires_grad_()
     norm = make_norm(config, config.n_embd)
     outputs = add_norm(x, y, norm, exact=True, backend=backend)
     return differentiate(
@@ -111,8 +109,8 @@ def compute_norm(config: Model, n_token: int, draw: Draw, backend: str) -> list[
 def compute_head(config: Model, n_token: int, draw: Draw, backend: str) -> list[Tensor]:
     """Compute the loss of random tokens."""
     C, V = config.n_embd, config.vocab_size
-    x = draw(ROWS, C).requires_grad_()
-    weight = (draw(V, C) / C**0.5).requires_grad_()
+    x = draw(ROWS, C)
+    weight = draw(V, C) / C**0.5
     targets = draw(ROWS, V).argmax(-1)
     loss, losses = linear_cross_entropy(x, weight, targets, backend)
     return [losses, *differentiate([loss], [x, weight], draw)]
@@ -121,9 +119,9 @@ def compute_head(config: Model, n_token: int, draw: Draw, backend: str) -> list[
 def compute_logits(config: Model, n_token: int, draw: Draw, backend: str) -> list[Tensor]:
     """Multiply tokens by a router's weight."""
     C, E = config.n_embd, config.n_expert
-    x = draw(n_token, C).requires_grad_()
-    weight = draw(E, C).requires_grad_()
-    bias = draw(E).requires_grad_()
+    x = draw(n_token, C)
+    weight = draw(E, C)
+    bias = draw(E)
     with torch.autocast(x.device.type, enabled=False):
         logits = linear(x, weight, bias, backend)
         return differentiate([logits], [x, weight, bias], draw)
@@ -135,7 +133,7 @@ def compute_routing(config: Model, n_token: int, draw: Draw, backend: str) -> li
     router.fused = partial(route, backend=backend)
     router.linear = lambda x, weight, bias: x
     order = draw(n_token, config.n_expert).argsort(-1)
-    logits = torch.linspace(-2, 2, config.n_expert)[order].requires_grad_()
+    logits = torch.linspace(-2, 2, config.n_expert, requires_grad=True)[order]
     routing = router(logits)
     with torch.autocast(logits.device.type, enabled=False):
         stats = measure(routing, 1)
@@ -146,10 +144,10 @@ def compute_routing(config: Model, n_token: int, draw: Draw, backend: str) -> li
 def compute_experts(config: Model, n_token: int, draw: Draw, backend: str) -> list[Tensor]:
     """Compute experts of tokens that choose at random."""
     E, C, H = config.n_expert, config.n_embd, config.expert_hidden
-    x = draw(n_token, C).requires_grad_()
-    w_in = (draw(E, C, (1 + config.gated) * H) / C**0.5).requires_grad_()
-    w_out = (draw(E, H, C) / H**0.5).requires_grad_()
-    weights = draw(n_token, config.top_k).requires_grad_()
+    x = draw(n_token, C)
+    w_in = draw(E, C, (1 + config.gated) * H) / C**0.5
+    w_out = draw(E, H, C) / H**0.5
+    weights = draw(n_token, config.top_k)
     experts = draw(n_token, E).topk(config.top_k).indices
     out = expert_mlp(x, w_in, w_out, weights, experts, backend, config.activation)
     return differentiate([out], [x, w_in, w_out, weights], draw)
@@ -157,7 +155,7 @@ def compute_experts(config: Model, n_token: int, draw: Draw, backend: str) -> li
 
 def compute_adamw(config: Model, n_token: int, draw: Draw, backend: str) -> list[Tensor]:
     """Take a step of AdamW; the kernel also writes the weight's copy in half precision."""
-    weight, gradient = draw(4097), draw(4097)
+    weight, gradient = draw(4097).detach(), draw(4097).detach()
     settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     if backend == "torch":
         weight.grad = gradient
@@ -171,7 +169,15 @@ def compute_adamw(config: Model, n_token: int, draw: Draw, backend: str) -> list
         copy = torch.empty(4097, dtype=torch.half)
         one, zero = torch.ones(()), torch.zeros(())
         kernels.triton.triton_adamw.adamw_step(
-            weight, gradient, mean, square, copy, one, one, zero, *settings.values()
+            weight,
+            gradient,
+            mean,
+            square,
+            copy,
+            one,  # steps taken
+            one,  # the gradient's scale
+            zero,  # nothing is infinite
+            *settings.values(),
         )
     rounding = copy - weight.half()  # 0: the copy is the weight's own
     return [weight, mean, square, rounding]
