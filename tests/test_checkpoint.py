@@ -3,10 +3,8 @@ full disks, pickles.
 """
 
 import errno
-import hashlib
 import io
 import itertools
-import json
 import os
 import pickle
 import random
@@ -15,6 +13,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,8 +71,8 @@ class Training:
         self.interval += loss.item()
         return loss.item()
 
-    def save(self, saver, step, **metadata):
-        saver.save(step, self.model, self.optimizer.parts, {"interval": self.interval}, metadata)
+    def save(self, saver, step):
+        saver.save(step, self.model, self.optimizer.parts, {"interval": self.interval}, {})
 
     def load(self, folder, step):
         checkpoint.restore(
@@ -91,17 +90,15 @@ class Training:
                 tensor.fill_(number)
 
 
-def saver_in(folder, keep=9, keep_steps=""):
-    train = Train(keep_checkpoints=keep, keep_steps=keep_steps)
-    return checkpoint.Saver(folder, ALONE, sharded=False, train=train)
+def saver_in(folder, keep=9):
+    return checkpoint.Saver(folder, ALONE, sharded=False, train=Train(keep_checkpoints=keep))
 
 
-def write(folder, *steps, training=None, **options):
-    saver = saver_in(folder, **options)
+def write(folder, *steps, keep=9):
+    saver = saver_in(folder, keep)
     for step in steps:
-        (training or Training()).save(saver, step)
+        Training().save(saver, step)
         saver.wait()
-    return saver
 
 
 def names(folder):
@@ -165,6 +162,7 @@ def test_a_save_may_be_slow_but_not_hang(tmp_path, monkeypatch, slow_disk):
         checkpoint.Saver(tmp_path, ALONE, sharded=False, train=slow) as saver,
     ):
         Training().save(saver, 2)
+    assert len(looks) == 18  # the tenth look at this save
     assert checkpoint.latest(tmp_path, ALONE)[0] == 1
 
 
@@ -186,19 +184,13 @@ def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged
     for _ in range(2):
         assert checkpoint.latest(tmp_path, ALONE)[0] == 1
     newest, older = capsys.readouterr().out.splitlines()
-    assert (
-        "step_00000005/__0_0.distcp: damaged" in newest
-        and "quarantined as step_00000005.damaged" in newest
-    )
+    said = "step_00000005/__0_0.distcp: damaged.* quarantined as step_00000005.damaged"
+    assert re.search(said, newest)
     assert "step_00000004/manifest.json: damaged, no such file or directory" in older
     assert sorted(content(tmp_path).values()) == before
     write(tmp_path, 4, keep=2)  # quarantined ones do not count
-    assert names(tmp_path) == [
-        "step_00000001",
-        "step_00000004",
-        "step_00000004.damaged",
-        "step_00000005.damaged",
-    ]
+    kept = ["step_00000001", "step_00000004"]
+    assert names(tmp_path) == [*kept, "step_00000004.damaged", "step_00000005.damaged"]
     assert checkpoint.latest(tmp_path, ALONE)[0] == 4
 
 
@@ -272,22 +264,28 @@ def copied(intact, tmp_path):
     return Path(shutil.copytree(intact, tmp_path / intact.name))
 
 
+def assert_damaged(file):
+    with pytest.raises(DamagedError, match=f"{file.parent.name}/{file.name}: damaged"):
+        checkpoint.verify(file.parent)
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
 def test_any_damage_of_a_file_is_detected(copied, name):
     assert checkpoint.verify(copied)["step"] == 2 and len(names(copied)) == 3
-    data, changed = (copied / name).read_bytes(), [None]
+    file = copied / name
+    data = file.read_bytes()
     bits = range(8 * len(data))
     for bit in (*range(32), *random.Random(0).sample(bits, 32), *bits[-32:]):
-        changed.append(bytearray(data))
-        changed[-1][bit // 8] ^= 1 << bit % 8
-    for damaged in (*changed, b"", data[:-1], data + b"\0"):
-        (copied / name).unlink() if damaged is None else (copied / name).write_bytes(damaged)
-        with pytest.raises(DamagedError, match=f"{copied.name}/{name}: damaged"):
-            checkpoint.verify(copied)
-    (copied / name).unlink()
-    (copied / name).mkdir()  # in place of the file
-    with pytest.raises(DamagedError, match=f"{copied.name}/{name}: damaged"):
-        checkpoint.verify(copied)
+        flip(file, bit)
+        assert_damaged(file)
+        flip(file, bit)
+    for damaged in (b"", data[:-1], data + b"\0"):
+        file.write_bytes(damaged)
+        assert_damaged(file)
+    file.unlink()
+    assert_damaged(file)
+    file.mkdir()  # in place of the file
+    assert_damaged(file)
 
 
 def test_a_file_that_one_rank_cannot_read_comes_before_damage(copied, monkeypatch):
@@ -356,13 +354,10 @@ def test_the_remedy_is_that_of_the_error(tmp_path, monkeypatch, number):
     def fail(*args, **options):
         raise OSError(number, os.strerror(number))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_atomic", fail)
-        with pytest.raises(RunError, match=f"{os.strerror(number)}.*intact. {ADVICE[number]}"):
-            write(tmp_path, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(dcp.FileSystemWriter, "write_data", fail)
-        with pytest.raises(RunError, match=f"{os.strerror(number)}.*intact. {ADVICE[number]}"):
+    for owner, call in ((checkpoint, "write_atomic"), (dcp.FileSystemWriter, "write_data")):
+        said = f"{os.strerror(number)}.*intact. {ADVICE[number]}"
+        with monkeypatch.context() as patch, pytest.raises(RunError, match=said):
+            patch.setattr(owner, call, fail)
             write(tmp_path, 1)
     refused = f"^here cannot be written .*{ADVICE[number]}"
     with pytest.raises(RunError, match=refused), describe_write_errors("here"):
@@ -403,21 +398,17 @@ def fail_at_every_call(path, fault):
         in_a_save += code == 2 or bool(left)
         checkpoint.remove_partial_saves(path)
         newest = checkpoint.latest(path, ALONE)[0]
-        assert newest in (step, step + 1) and not list(path.glob("*.damaged")), (
-            f"step {newest} after {step}"
-        )
+        assert newest in (step, step + 1) and not list(path.glob("*.damaged"))
         if newest > 2:
             training.load(path, newest)
-            assert all((tensor == newest).all() for tensor in training.tensors()), (
-                f"step {newest} holds other numbers"
-            )
+            assert all((tensor == newest).all() for tensor in training.tensors())
         if "FAULT" not in printed:
             break
         assert code in ((-signal.SIGKILL,) if fault is be_killed else (0, 2)), printed
         assert code != 2 or re.search("No space left on device.*Make room", printed), printed
         step = newest
     assert (code, newest) == (0, step + 1)
-    print(json.dumps({"calls": number, "in_a_save": in_a_save, "saves": newest - 2}))
+    assert in_a_save >= 8 and newest >= (6 if fault is be_killed else 3)
 
 
 @pytest.mark.integration
@@ -425,10 +416,6 @@ def fail_at_every_call(path, fault):
 def test_checkpoints_survive_a_fault_before_every_file_system_call(tmp_path, fault):
     code, printed = Forked(fail_at_every_call, tmp_path / "checkpoints", fault).wait(300)
     assert code == 0, printed
-    figures = json.loads(printed.splitlines()[-1])
-    assert figures["in_a_save"] >= 8 and figures["saves"] >= (4 if fault is be_killed else 1), (
-        figures
-    )
 
 
 # ---- pickles that would run
@@ -438,34 +425,15 @@ def forge(path, **replaced):
     """
     for name, data in replaced.items():
         (path / name).write_bytes(data)
-    files = {
-        file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"
-    }
-    entries = {
-        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        for name, data in files.items()
-    }
+    (path / "manifest.json").unlink()
+    entries = {file.name: checkpoint._describe_file(file) for file in path.iterdir()}
     (path / "manifest.json").write_text(format_manifest({"step": 2, "files": entries, "facts": {}}))
     checkpoint.verify(path)
 
 
 def read_as_torch_does(path):
-    dcp.load(
-        {"model": GPT(SMALL).state_dict()}, storage_reader=dcp.FileSystemReader(path), no_dist=True
-    )
-
-
-def assert_refused(path, canary, caplog):
-    """`canary`, which torch's own reader has just made, is not made again."""
-    caplog.clear()
-    canary.unlink()  # raises if the payload did not work there: the test would prove nothing
-    for load in (
-        lambda: dict(checkpoint.open_weights(path.parent, 2, GPT(SMALL))[0]),
-        lambda: Training().load(path.parent, 2),
-    ):
-        with pytest.raises(RunError, match=f"{path.name} does not fit this run .*--fresh"):
-            load()
-    assert not caplog.records  # torch logs a traceback of every reader that fails
+    reader = dcp.FileSystemReader(path)
+    dcp.load({"model": GPT(SMALL).state_dict()}, storage_reader=reader, no_dist=True)
 
 
 # through a module of torch
@@ -490,28 +458,40 @@ def test_metadata_of_another_python_is_read(copied, monkeypatch):
             checkpoint._find_memory_format(owner, "__init__")
 
 
-@pytest.mark.parametrize("back_door", [False, True])
-def test_a_pickle_as_metadata_runs_nothing(copied, canary, caplog, back_door):
-    forge(
-        copied,
-        **{".metadata": BACK_DOOR % bytes(canary) if back_door else pickle.dumps(Payload(canary))},
-    )
-    with pytest.raises(CheckpointException):
-        read_as_torch_does(copied)
-    assert_refused(copied, canary, caplog)
+def forge_metadata(path, canary):
+    forge(path, **{".metadata": pickle.dumps(Payload(canary))})
 
 
-def test_a_pickle_as_an_entry_runs_nothing(copied, canary, caplog):
+def forge_a_back_door(path, canary):
+    forge(path, **{".metadata": BACK_DOOR % bytes(canary)})
+
+
+def forge_an_entry(path, canary):
     """torch's readers give entries that are not tensors to torch.load(weights_only=False)."""
     torch.save(Payload(canary), evil := io.BytesIO())
-    metadata = pickle.loads((copied / ".metadata").read_bytes())
+    metadata = pickle.loads((path / ".metadata").read_bytes())
     (index,) = (index for index in metadata.storage_data if index.fqn == "model.wte.weight")
     evil_entry = _StorageInfo("evil.distcp", 0, len(evil.getvalue()))
     metadata.storage_data |= {index: evil_entry, MetadataIndex(index.fqn): evil_entry}
     metadata.state_dict_metadata["model.wte.weight"] = BytesStorageMetadata()
-    forge(copied, **{"evil.distcp": evil.getvalue(), ".metadata": pickle.dumps(metadata)})
-    read_as_torch_does(copied)
-    assert_refused(copied, canary, caplog)
+    forge(path, **{"evil.distcp": evil.getvalue(), ".metadata": pickle.dumps(metadata)})
+
+
+@pytest.mark.parametrize("forge_one", [forge_metadata, forge_a_back_door, forge_an_entry])
+def test_a_pickle_runs_nothing(copied, canary, caplog, forge_one):
+    """Torch's own reader runs it, or the test would prove nothing."""
+    forge_one(copied, canary)
+    with suppress(CheckpointException):
+        read_as_torch_does(copied)
+    canary.unlink()
+    caplog.clear()
+    for load in (
+        lambda: dict(checkpoint.open_weights(copied.parent, 2, GPT(SMALL))[0]),
+        lambda: Training().load(copied.parent, 2),
+    ):
+        with pytest.raises(RunError, match=f"{copied.name} does not fit this run .*--fresh"):
+            load()
+    assert not caplog.records  # torch logs a traceback of every reader that fails
 
 
 @pytest.mark.parametrize(
