@@ -44,8 +44,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         "runs", nargs="*", type=Path, help="folders of runs, or above them (default: runs)"
     )
     parser.add_argument("--every", type=float, metavar="SECONDS", help="print the table again")
+    parser.add_argument("--serve", nargs="?", const="6060", help="has left, see scripts.report")
     args = parser.parse_args(argv)
     places = args.runs or [Path("runs")]  # which the first run will make
+    if args.serve is not None:
+        names = " ".join(map(str, places))
+        raise ValueError(
+            f"--serve has left: python -m scripts.report {names} --follow writes one page again "
+            "and again; open it in a browser, on a remote machine by python -m http.server"
+        )
     if args.every is not None and not 1 <= args.every <= 86400:
         raise ValueError(f"--every {args.every:g}: expected 1 to 86400 seconds")
     missing = [str(place) for place in args.runs if not os.path.lexists(place)]

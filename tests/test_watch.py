@@ -189,6 +189,7 @@ def test_the_table(make_run, tmp_path, call, monkeypatch):
 
 @pytest.mark.parametrize("arguments, says", [
     ("runs/a x y", "runs/a, x, y: no such folder; name folders of runs"),
+    ("a b --serve 6061", "python -m scripts.report a b --follow"),
     ("--every 0", "--every 0: expected 1 to 86400 seconds"),
     ("--every nan", "--every nan: expected"),
 ])  # fmt: skip
