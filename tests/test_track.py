@@ -1,4 +1,4 @@
-"""track/: the rules, pairs and score against scipy, by hand and by simulation."""
+"""track/: the rules, pairs, score and count table against scipy, by hand and by simulation."""
 
 import hashlib
 import json
@@ -16,13 +16,14 @@ from conftest import TINY
 from matplotlib.figure import Figure
 from scipy import stats
 
+import configure
 from configure.schema import KEYS
-from data.bins import read_meta
-from data.loader import identify
+from data.bins import open_tokens, read_meta
+from data.loader import Loader, choose_validation, identify
 from report import plots
 from router import find_spec
 from runtime.launch import EXIT_CODE, Stop
-from track import runner, table
+from track import counting, runner, table
 from track.__main__ import main
 from track.contest import (
     FILE,
@@ -269,6 +270,79 @@ def test_the_best_rate_is_the_lowest_point_of_a_parabola():
     assert find_best(rates, 2.6 - losses) is None  # a highest point
     assert find_best(rates, 1.3 + 0.02 * np.log(rates / 2e-3) ** 2) is None  # beyond the rates
     assert find_best(rates[:5], losses[:5]) is None
+
+
+# ---- counting
+def kneser_ney(train, history, vocab_size, is_longest=True):
+    """Modified Kneser-Ney from its definition: {next token: probability} after a history."""
+    n = len(history) + 1
+    grams = Counter()
+    for text in train:
+        for start in range(len(text) - n + 1):
+            grams[tuple(text[start : start + n])] += 1
+    if not is_longest:  # kinds of tokens before
+        before = {
+            tuple(text[start : start + n + 1]) for text in train for start in range(len(text) - n)
+        }
+        grams = Counter(gram[1:] for gram in before)
+    n1, n2, n3, n4 = (max(1, list(grams.values()).count(count)) for count in (1, 2, 3, 4))
+    y = n1 / (n1 + 2 * n2)
+    discounts = {1: 1 - 2 * y * n2 / n1, 2: 2 - 3 * y * n3 / n2, 3: 3 - 4 * y * n4 / n3}
+    discounts = {0: 0.0} | {count: max(0.0, value) for count, value in discounts.items()}
+    if n == 1:
+        lower = dict.fromkeys(range(vocab_size), 1 / vocab_size)
+    else:
+        lower = kneser_ney(train, history[1:], vocab_size, is_longest=False)
+    counts = {token: grams[(*history, token)] for token in range(vocab_size)}
+    total = sum(counts.values())
+    if not total:
+        return lower
+    freed = sum(discounts[min(3, count)] for count in counts.values())
+    return {
+        token: (count - discounts[min(3, count)] + freed * lower[token]) / total
+        for token, count in counts.items()
+    }
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_counting_by_hand(context):
+    """Every probability, also after histories never seen and at a window's start."""
+    rng = np.random.default_rng(2)
+    vocab_size = 4
+    train = rng.choice(vocab_size, (12, 9), p=[0.5, 0.3, 0.15, 0.05])
+    starts = rng.choice(vocab_size, (20, 5))
+    for length in (1, 2, 4):
+        for start in starts:
+            history = tuple(start[:length].tolist())
+            val = np.array([[*history, token] for token in range(vocab_size)])
+            last = counting.predict(train, val, vocab_size, context)[:, -1]
+            assert last.sum() == pytest.approx(1)
+            kept = history[-context:]
+            expected = kneser_ney(train.tolist(), kept, vocab_size, len(kept) == context)
+            assert dict(enumerate(last)) == pytest.approx(expected)
+
+
+def test_counting_of_a_contest(rules, tmp_path, corpus, monkeypatch):
+    """It is of the windows of setting 0; no window's first token is predicted."""
+    dense = 'dense = { router = "dense", balance = "none" }\n\n[track.questions]'
+    Path(rules).write_text(Path(rules).read_text().replace("[track.questions]", dense))
+    for name, value in (("FILE", rules), ("RECORDS", tmp_path), ("CONTEXT", 1)):
+        monkeypatch.setattr(counting, name, value)
+    assert counting.main([]) == 0
+    config = configure.load(rules, ["--run.name=a"])
+    block, batch = config.model.block_size, config.train.batch_size
+    loader = Loader(open_tokens(corpus / "tiny", "train"), block, batch, 300)
+    train = []
+    for step in range(3):
+        inputs, targets = loader.batch(step)
+        train += [[*x, y[-1]] for x, y in zip(inputs.tolist(), targets.tolist(), strict=True)]
+    tokens = open_tokens(corpus / "tiny", "val")
+    val = []
+    for window in choose_validation([tokens], block, config.eval.windows).windows.tolist():
+        val.append(tokens.read(window * block, block + 1))
+    predicted = counting.predict(np.array(train), np.array(val), config.model.vocab_size, 1)
+    losses = json.loads((tmp_path / "counting.json").read_text())
+    assert losses == {"main": pytest.approx(-np.log(predicted[:, 1:]).mean(), abs=1e-4)}
 
 
 # ---- the record

@@ -22,7 +22,7 @@ from configure.schema import Section
 
 FILE = "config/track/edition-3.toml"
 RECORDS = Path(__file__).parent / "records/edition-3"
-COUNTING = "counting.json"  # {rung: loss of the count table}
+COUNTING = "counting.json"  # {rung: loss of the count table}, by track/counting.py
 DIMENSIONS = 5  # of [track.ranges]
 ROOT = 1.1347241384015194  # of x^(DIMENSIONS + 1) = x + 1
 NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
