@@ -47,11 +47,11 @@ def in_parts(compress, data: bytes, parts: int = 3) -> bytes:
 COMPRESS = {".gz": gzip.compress, ".zst": zstd, ".bz2": bz2.compress, ".xz": lzma.compress}
 COMPRESS |= {"": bytes}
 COLUMNS = {  # of parquet
-    "string": lambda texts: pyarrow.array(texts, pyarrow.string()),
-    "large": lambda texts: pyarrow.array(texts, pyarrow.large_string()),
-    "dictionary": lambda texts: pyarrow.array(texts, pyarrow.string()).dictionary_encode(),
-    "binary": lambda texts: pyarrow.array([text.encode() for text in texts], pyarrow.binary()),
-    "view": lambda texts: pyarrow.array(texts, pyarrow.string_view()),
+    "string": pyarrow.string(),
+    "large": pyarrow.large_string(),
+    "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    "binary": pyarrow.binary(),
+    "view": pyarrow.string_view(),
 }
 
 
@@ -60,7 +60,7 @@ def write_file(path: Path, texts: list[str], parts: int = 3) -> None:
     name = path.name.lower()
     path.parent.mkdir(parents=True, exist_ok=True)
     if name.endswith(".parquet"):
-        column = COLUMNS[name.partition(".")[0]](texts)
+        column = pyarrow.array(texts, COLUMNS[path.stem.lower()])
         table = pyarrow.table({"id": range(len(texts)), "text": column})
         return parquet.write_table(table, path, row_group_size=7)
     compress = COMPRESS.get(Path(name).suffix, bytes)
@@ -84,12 +84,6 @@ def write_ids(
             writer.write(split, ids, max(1, int((ids == tokenizer.eot).sum())))
         writer.finish(name, {"inputs": str(folder)}, f"python -m data.prepare text --name {name}")
     return folder
-
-
-def edit_meta(folder: Path, change) -> None:
-    meta = json.loads((folder / "meta.json").read_text())
-    change(meta)
-    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def corpus_texts(n: int = 40) -> list[str]:
