@@ -30,7 +30,7 @@ TOML = st.recursive(
 NAMES = st.one_of(st.sampled_from([key.split(".")[1] for key in KEYS]), TOML_TEXT)
 LITERALS = st.text("[]{}\"'=,.0123456789#\n")
 SECTION = st.dictionaries(NAMES, TOML, max_size=3)
-SETTING = st.sampled_from(list(KEYS)).flatmap(lambda key: st.tuples(st.just(key), TOML))
+SETTING = st.tuples(st.sampled_from(list(KEYS)), TOML)
 TABLE = st.dictionaries(
     st.one_of(st.sampled_from([*SECTIONS, "sweep"]), TOML_TEXT), SECTION | TOML, max_size=3
 )
@@ -70,11 +70,10 @@ def test_any_value_of_a_known_key(config_file, setting, world_size):
         assert key in result
 
 
-SIZES = {key: schema for key, schema in KEYS.items() if schema["type"] == "integer"}
-SIZE = st.sampled_from(list(SIZES)).flatmap(
-    lambda key: st.tuples(
-        st.just(key), st.integers(SIZES[key]["minimum"], SIZES[key].get("maximum", 10**6))
-    )
+SIZE = st.one_of(
+    st.tuples(st.just(key), st.integers(schema["minimum"], schema.get("maximum", 10**6)))
+    for key, schema in KEYS.items()
+    if schema["type"] == "integer"
 )
 
 
@@ -97,11 +96,7 @@ def test_any_table_and_any_override(config_file, table, key, value):
     outcome(config_file)
     config_file.write_text("")
     result = outcome(config_file, [f"--{key}={value}"])
-    assert (
-        isinstance(result, Config)
-        or "command line: " in result
-        or any(key in result for key in KEYS)
-    )
+    assert isinstance(result, Config) or str(config_file) not in result
 
 
 @pytest.mark.parametrize("payload", ["__import__('pathlib').Path('canary').touch()", "../canary"])

@@ -60,14 +60,14 @@ def test_a_text_file_is_one_document_and_only_its_byte_order_mark_is_removed(tmp
     assert read(path) == [text]
 
 
-def test_a_folder_is_read_in_order_and_says_what_is_left(run, tmp_path):
+def test_a_folder_is_read_in_order_and_says_what_is_left(run, tmp_path, small_batches):
     """Links are followed; each folder is read once; a file that is named is read."""
     files = {
-        "a.txt": b"one",
+        "a.txt": b"one<|endoftext|>\nand more<|endoftext|>",
         "b.TXT": b"two",
-        "deep/c.md": b"three",
+        "deep/c.md": b"three<|endoftext|>",
         "deep/README.md": b"# Notes on c",
-        "d.jsonl": b'{"text": "four"}\n',
+        "d.jsonl": b'{"text": "four<|endoftext|>"}\n',
         "README.md": b"-- What I wrote",
         "more/README.md": b"---\nlicense: mit\nconfigs: []\n---\n# A data set",
         "one-more/README.md": BOM + b"---\r\nlicense: mit\r\n---\r\n",
@@ -98,6 +98,8 @@ def test_a_folder_is_read_in_order_and_says_what_is_left(run, tmp_path):
     out = run("text", "--source", source, "--val-fraction", 0.5)
     left = "3 hidden, 3 cards of data sets, 2 .warc, 2 .pdf, 1 without an ending, 1 .tex, 1 .csv, "
     assert f"; left: {left}1 .tsv, 1 .dat. {TABLE}. {OTHER['.warc']}\n" in out
+    # over all files and batches, not in rows
+    assert "found <|endoftext|> 3 times in text files, each of which is one document" in out
     names = ["NOTES", "README.md", "a.txt", "b.TXT", "d.jsonl", "deep/README.md", "deep/c.md"]
     names += ["deep/i.py", "j.txt.old", "s.jsonl", "string.parquet", "t.txt"]
     assert [file.name for file in local_inputs([source], any_text=True)[0]] == names
@@ -193,15 +195,6 @@ def test_rows_and_columns_of_parquet(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match="in.parquet: pyarrow not installed, which reads it: pip"):
         read(file)
-
-
-def test_marks_between_documents_are_counted(run, tmp_path, small_batches):
-    """Over all files and batches, not in rows."""
-    body = b"Once upon a time.<|endoftext|>\nThe second.\n<|endoftext|>\n"
-    rows = corpora.jsonl(f"<|endoftext|> {i}" for i in range(30))
-    source = corpora.write_tree(tmp_path / "in", {"a.txt": body, "b.txt": body, "c.jsonl": rows})
-    out = run("text", "--source", source, "--val-fraction", 0.3)
-    assert "found <|endoftext|> 4 times in text files, each of which is one document" in out
 
 
 @pytest.mark.parametrize("end", ["", ".gz"])

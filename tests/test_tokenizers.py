@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from corpora import BYTES, documents_of, jsonl, snapshot, write_ids, write_tree
+from corpora import BYTES, documents_of, jsonl, snapshot, write_tree
 from hypothesis import given
 from hypothesis import strategies as st
 from test_hf_open_moe import OURS, SHAPE
@@ -219,27 +219,6 @@ def test_the_end_of_a_document(folders, number, token, wanted):
     assert f"1 ({END})" in str(error.value) and "(</s>)" in str(error.value)
 
 
-# what is lost
-# spaces between Japanese characters; characters outside the alphabet; white space becomes a space
-LOSSY = ["WordPiece", "no alphabet", "</w>"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_table_of_kinds(run, folders, tmp_path, kind):
-    """docs/data.md: 200 documents of six scripts come back, or are refused with the reason."""
-    source = write_tree(tmp_path / "in", {"a.jsonl": jsonl(MIXED)})
-    args = ("text", "--source", source, "--tokenizer", folders[kind], "--val-fraction", 0.3)
-    if kind in LOSSY:
-        out = run(*args, code=2)
-        assert "decode(encode(x)) differs for " in out and "--allow-loss" in out
-        assert not (tmp_path / "out/text").exists()
-        assert "warning: tokenizer" in run(*args, "--allow-loss")
-    else:
-        assert "differs" not in run(*args)
-        read = documents_of(tmp_path / "out/text")
-        assert sorted(read["train"] + read["val"]) == sorted(MIXED)
-
-
 def test_documents_are_compared_throughout(run, tmp_path, monkeypatch, small_batches):
     """The first of each file, and each 31st after it; of these the first of 31 pieces."""
     encode = mock.Mock(side_effect=BYTES.encode)
@@ -328,11 +307,10 @@ def test_bytes_of_a_text_file_and_of_the_tokens_of_a_set(folders, tmp_path, kind
     own = load_tokenizer(str(folders[kind]))
     texts = [*LATIN[:20], *MIXED[:30], " a\n"]
     (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
-    for stride in (8, 3):
-        corpus = open_text(tmp_path / "a.jsonl", own, 8, stride)
-        assert corpus.bytes == sum(len(text.encode()) for text in texts)
-        ids = np.concatenate([scored for _, scored in corpus.pairs])
-        assert ids.tolist() == [i for text in texts for i in own.encode(text)]
+    corpus = open_text(tmp_path / "a.jsonl", own, 8, 3)
+    assert corpus.bytes == sum(len(text.encode()) for text in texts)
+    ids = np.concatenate([scored for _, scored in corpus.pairs])
+    assert ids.tolist() == [i for text in texts for i in own.encode(text)]
     counts = list_byte_counts(own)
     assert counts[own.eot] == 0 and (own.unk is None or counts[own.unk] == 0)
     texts[-1] = "a \u2603\U0001d11e b"  # whose bytes may be tokens
@@ -344,14 +322,33 @@ def test_bytes_of_a_text_file_and_of_the_tokens_of_a_set(folders, tmp_path, kind
             assert counts[ids].sum() == len(text.encode()) + (kind in ("Metaspace", "Unigram"))
 
 
+# what is lost
+# spaces between Japanese characters; characters outside the alphabet; white space becomes a space
+LOSSY = ["WordPiece", "no alphabet", "</w>"]
+
+
 # what leaves, and other projects' folders
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_of_each_kind_has_padding_and_comes_back(folders, tmp_path, tiny, call, kind):
-    """Its padding is a token that no text has. Runs start from it if the ids are the same."""
+def test_a_set_and_an_export_of_each_kind(run, folders, tmp_path, tiny, call, kind):
+    """docs/data.md: 200 documents of six scripts come back, or are refused with the reason.
+
+    The padding of an export is a token that no text has. Runs start from it if the ids are the
+    same.
+    """
+    (tmp_path / "in.jsonl").write_bytes(jsonl(MIXED))
+    args = ("text", "--source", tmp_path / "in.jsonl", "--tokenizer", folders[kind])
+    args += ("--val-fraction", 0.3)
+    if kind in LOSSY:
+        out = run(*args, code=2)
+        assert "decode(encode(x)) differs for " in out and "--allow-loss" in out
+        assert not (tmp_path / "out/text").exists()
+        assert "warning: tokenizer" in run(*args, "--allow-loss")
+    else:
+        assert "differs" not in run(*args)
+        read = documents_of(tmp_path / "out/text")
+        assert sorted(read["train"] + read["val"]) == sorted(MIXED)
     own = load_tokenizer(str(folders[kind]))
-    ids = [i for text in MIXED for i in (*own.encode(text), own.eot)]
-    write_ids(tmp_path / "text", ids, ids, tokenizer=own)
-    settings = [f"data.dir={tmp_path}", "data.name=text", "train.max_steps=1"]
+    settings = [f"data.dir={tmp_path}/out", "data.name=text", "train.max_steps=1"]
     settings += ["eval.windows=2", f"model.vocab_size={own.vocab_size + 7}", *SHAPE, *OURS["olmoe"]]
     config = tiny(*settings)
     train.train(config)
