@@ -208,9 +208,8 @@ def test_identity_of_a_mixture(sets):
     metas = [check_dataset(sets / name, 257) for name in WEIGHTS]
     one = identify(metas, [3, 5, 2])
     prints = [fingerprint(meta)["data"] for meta in metas]
-    shares = [3 * 2**30 // 10, 2**29, 2 * 2**30 // 10]
-    shares[1] += 2**30 - sum(shares)
-    pairs = [list(pair) for pair in zip(shares, prints, strict=True)]
+    shares = (3 * 2**30 // 10, 2**29 + 1, 2 * 2**30 // 10)  # 2**30 in all
+    pairs = [*zip(shares, prints, strict=True)]
     assert one["data"] == hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
     assert one == identify(metas, [0.3, 0.5, 0.2]) != identify(metas, [3, 5, 2.1])
     assert one["tokenizer"] == identify(metas[:1], [1])["tokenizer"]

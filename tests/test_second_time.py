@@ -11,7 +11,6 @@ from itertools import count
 from pathlib import Path
 from unittest import mock
 
-import pytest
 from corpora import corpus_texts, jsonl, snapshot, write_tree
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -28,7 +27,7 @@ from runs import Forked, be_killed, checkpoints, content, end, flip, fork_with_f
 import configure
 import train
 from data import encode, prepare, verify, workers
-from runtime import RunError, checkpoint
+from runtime import checkpoint
 from runtime.folder import path_of
 from runtime.launch import Stop
 
@@ -79,19 +78,6 @@ class DisturbedRun(RuleBasedStateMachine):
         overrides = [f"run.dir={self.folder}", "train.checkpoint_interval=2"]
         return configure.load(self.file, [*SETTINGS, *overrides])
 
-    def train(self, n_step, action):
-        """Train, and call action() before the step that comes after `n_step` others."""
-        seed_step = train.seed_step
-        number = count()
-
-        def count_step(*args):
-            if next(number) == n_step:
-                action()
-            seed_step(*args)
-
-        with mock.patch.object(train, "seed_step", count_step):
-            train.train(self.config, self.stop)
-
     def find_folder(self, step):
         return checkpoint.folder_of(checkpoints(self.config), step)
 
@@ -104,26 +90,26 @@ class DisturbedRun(RuleBasedStateMachine):
         found = steps(self.config)
         return [step for step in found if self.find_inode(step) != self.damaged.get(step)]
 
-    @rule(n_step=st.integers(0, MAX_STEPS))
-    def stop_it(self, n_step):
-        self.stop = Stop()
+    @rule(n_step=st.integers(0, MAX_STEPS), fails=st.booleans())
+    def end_it(self, n_step, fails):
+        """Ask it to stop, or let it fail, before the step that comes after `n_step` others.
+
+        An exception leaves nothing behind that the next start of the process minds.
+        """
+        seed_step, number, stop = train.seed_step, count(), Stop()
+
+        def end_step(*args):
+            if next(number) == n_step:
+                stop.asked = not fails
+                if fails:
+                    raise OSError("a test")
+            seed_step(*args)
+
         try:
-            self.train(n_step, lambda: setattr(self.stop, "asked", True))
+            with mock.patch.object(train, "seed_step", end_step):
+                train.train(self.config, stop)
         except train.Stopped:
             assert self.intact
-        else:
-            assert max(self.intact) == MAX_STEPS
-
-    @rule(n_step=st.integers(0, 2))
-    def fail_in_a_step(self, n_step):
-        """An exception leaves nothing behind that the next start of the process minds."""
-        self.stop = Stop()
-
-        def fail():
-            raise OSError("a test")
-
-        try:
-            self.train(n_step, fail)
         except OSError as error:
             assert str(error) == "a test"
         else:
@@ -132,10 +118,9 @@ class DisturbedRun(RuleBasedStateMachine):
     @rule(number=st.integers(0, 60))
     def kill_it(self, number):
         """Before a call that changes a file."""
-        self.stop = Stop()
 
         def run():
-            train.train(self.config, self.stop)
+            train.train(self.config)
             return 0
 
         code, printed = fork_with_fault(run, self.folder, number, be_killed)
@@ -173,16 +158,6 @@ class DisturbedRun(RuleBasedStateMachine):
         folder = self.root / f"{self.folder.name} ü🙂"[-40:]
         os.rename(self.folder, folder)
         self.folder = folder
-
-    @precondition(lambda self: self.intact)
-    @rule()
-    def take_its_name(self):
-        """Another run of its name is refused, and nothing changes."""
-        before = content(self.folder)
-        other = configure.load(self.file, [*SETTINGS, f"run.dir={self.folder}", "run.seed=7"])
-        with pytest.raises(RunError, match="run.seed"):
-            train.train(other)
-        assert content(self.folder) == before
 
     @rule()
     def begin_again(self):
@@ -234,7 +209,7 @@ def suffer_all_twice():
             run.has_the_weights_of_its_steps()
     run.begin_again()
     for _ in range(2):
-        run.fail_in_a_step(1)
+        run.end_it(1, fails=True)
         run.kill_it(40)
     run.teardown()
 
