@@ -32,10 +32,7 @@ def jsonl(texts, **more) -> bytes:
 
 
 def zstd(data: bytes) -> bytes:
-    stream = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(stream, "zstd") as file:
-        file.write(data)
-    return stream.getvalue().to_pybytes()
+    return pyarrow.compress(data, "zstd", asbytes=True)
 
 
 def in_parts(compress, data: bytes, parts: int = 3) -> bytes:
@@ -109,14 +106,12 @@ def run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 999)
 
     def run(*args, code=0, main=prepare.main) -> str:
-        args = [str(argument) for argument in args]
-        args += ["--out", str(tmp_path / "out")]
+        defaults = ["--out", str(tmp_path / "out")]
         if main is prepare.main:
-            if "--tokenizer" not in args:
-                args += ["--tokenizer", "bytes"]
-            if args[0] == "text" and "--name" not in args:
-                args += ["--name", "text"]
-        ended = main(args)
+            defaults += ["--tokenizer", "bytes"]
+            if "text" in args[:1]:
+                defaults += ["--name", "text"]
+        ended = main([*defaults, *map(str, args)])
         printed = capsys.readouterr()
         assert ended == code and ("error: " in printed.err) == (code == 2), printed
         return printed.out + printed.err

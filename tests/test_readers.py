@@ -19,7 +19,7 @@ from data import DataError
 from data.bins import check_dataset
 from data.encode import Encoder
 from data.readers import OTHER, TABLE, read_documents
-from data.sources import local_inputs, stdlib_inputs
+from data.sources import local_inputs
 
 pytest_plugins = ["corpora"]  # its fixtures
 KINDS = [f"a{kind}{end}" for kind in (".jsonl", ".json") for end in COMPRESS]
@@ -107,13 +107,6 @@ def test_a_folder_is_read_in_order_and_says_what_is_left(run, tmp_path, small_ba
     assert [file.name for file in local_inputs([source / "deep"])[0]] == ["README.md", "c.md"]
     named, _ = local_inputs([source / "more/README.md", source / ".f.txt"])
     assert [file.name for file in named] == ["README.md", ".f.txt"]
-
-
-def test_modules_of_the_standard_library(tmp_path, monkeypatch):
-    files = ["b/c.PY", "a.py", "test/d.py", "b/tests/c/e.py", "site-packages/f.py", "b/g.txt"]
-    corpora.write_tree(tmp_path / "lib", dict.fromkeys(files, b"x"))
-    monkeypatch.setattr("sysconfig.get_path", {"stdlib": str(tmp_path / "lib")}.get)
-    assert [file.name for file in stdlib_inputs()] == ["a.py", "b/c.PY"]
 
 
 def test_paths_that_cannot_be_read(run, tmp_path):

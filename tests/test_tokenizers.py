@@ -199,7 +199,6 @@ ENDS = [  # eos_token_id, eos_token; the end of a document, or what is said
     ("COMMA", None, "is none of added_tokens, so texts may contain it"),
     (0, None, "eos_token_id 0 also stands for unknown text"),
     (None, None, "neither config.json's eos_token_id nor"),
-    (None, "<none>", "neither config.json's eos_token_id nor"),
     ([99999], None, "eos_token_id 99999 is none of added_tokens"),
     (True, None, "eos_token_id True is none of added_tokens"),
 ]
