@@ -187,31 +187,23 @@ def cover(features: dict, tries: int = 100) -> list[dict[str, str]]:
 
 
 # ---- a run, step by step
-class Step(NamedTuple):
-    """What one rank saw of a step."""
+class Seen(NamedTuple):
+    """What one rank saw of a step, or of a pass over the validation windows, W in all."""
 
-    weights: dict[str, torch.Tensor]  # parameters and buffers before it
-    gradients: dict[str, torch.Tensor]  # unclipped, without the loss scale
+    weights: dict[str, torch.Tensor]  # parameters and buffers, before a step: the run's, or a mean
     batches: list[tuple[torch.Tensor, torch.Tensor]]  # (B, T) inputs and targets, each micro-batch
     choices: list[list[reference.Choice]]  # of each micro-batch and layer
-    scale: float  # of the loss
-
-
-class Evaluation(NamedTuple):
-    """What one rank saw of a pass over the validation windows, W in all."""
-
-    weights: dict[str, torch.Tensor]  # parameters and buffers: the run's or their mean
-    batches: list[tuple[torch.Tensor, torch.Tensor]]
-    choices: list[list[reference.Choice]]
-    sets: np.ndarray  # (W,) number of each window's set
+    sets: Any = None  # (W,) number of each window's set
+    gradients: dict[str, torch.Tensor] = {}  # of a step: unclipped, without the loss scale
+    scale: float = 1.0  # of the loss
 
 
 class Recorder:
     """Records the steps and evaluations of a run, also of one that is resumed."""
 
     def __init__(self, patch: pytest.MonkeyPatch, stop_after: int = 0) -> None:
-        self.steps: list[Step] = []
-        self.evaluations: list[Evaluation] = []
+        self.steps: list[Seen] = []
+        self.evaluations: list[Seen] = []
         self.stop = Stop()
         self.stop_after = stop_after
         self.batches: list[Any] = []
@@ -240,7 +232,7 @@ class Recorder:
         gradients = {}
         for name, p in state.model.named_parameters():
             gradients[name] = full_tensor(p.grad).double() / scale
-        self.steps.append(Step(weights, gradients, self.batches, self.choices, scale))
+        self.steps.append(Seen(weights, self.batches, self.choices, None, gradients, scale))
         self.stop.asked = len(self.steps) == self.stop_after
         return result
 
@@ -248,7 +240,7 @@ class Recorder:
         with self.watch(state.model):
             values = function(state, data, *args)
         weights = copy_tensors(state.model)
-        self.evaluations.append(Evaluation(weights, self.batches, self.choices, data.sets))
+        self.evaluations.append(Seen(weights, self.batches, self.choices, data.sets))
         return values
 
     def forward(self, function, state, x, y):

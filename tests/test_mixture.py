@@ -48,12 +48,10 @@ some_weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9)
 def sets(tmp_path_factory):
     """A folder with three prepared sets of bytes, of different sizes."""
     folder = tmp_path_factory.mktemp("sets")
-    choice = random.Random(1).choice
+    choices = random.Random(1).choices
     for name, documents in {"arxiv": 20, "books": 30, "edu": 3}.items():
-        ids = []
-        for _ in range(documents + 4):
-            text = name + " ".join(choice(WORDS) for _ in range(60))
-            ids.append([*text.encode(), 256])
+        texts = [name + " ".join(choices(WORDS, k=60)) for _ in range(documents + 4)]
+        ids = [[*text.encode(), 256] for text in texts]
         write_ids(folder / name, sum(ids[4:], []), sum(ids[:4], []), name=name)
     return folder
 
@@ -134,19 +132,17 @@ def test_validation_windows_are_those_of_each_set(sets):
     assert split_windows(4, [0.98, 0.01, 0.01], [9] * 3) == [4, 1, 1]  # each has one
     parts = [open_tokens(sets / name, "val") for name in WEIGHTS]
     firsts = np.cumsum([0, *((len(part) - 1) // 32 for part in parts)])
-    for weights, counts in (([3, 5, 2], [12, 20, 8]), ([1, 1, 8], [4, 4, 32])):
-        chosen = choose_validation(parts, 32, 40, weights=weights)
-        assert np.bincount(chosen.sets).tolist() == counts
-        assert np.bincount(chosen.sets, chosen.weights) == pytest.approx(4 * np.array(weights))
-        last = -1
-        for number, part in enumerate(parts):
-            mine = chosen.sets == number
-            alone = fixed_windows(part, 32, counts[number])
-            assert np.array_equal(chosen.windows[mine], firsts[number] + alone)
-            labels = chosen.documents[mine]
-            assert np.array_equal(labels - labels[0], window_documents(part, 32, alone))
-            assert labels[0] > last
-            last = labels[-1]
+    chosen = choose_validation(parts, 32, 17, weights=[3, 5, 2])
+    assert np.bincount(chosen.sets).tolist() == [5, 9, 3]
+    assert np.bincount(chosen.sets, chosen.weights) == pytest.approx([5.1, 8.5, 3.4])
+    starts = np.array([5, 14])
+    windows = np.split(chosen.windows - firsts[chosen.sets], starts)
+    documents = np.split(chosen.documents, starts)
+    for part, mine, labels in zip(parts, windows, documents, strict=True):
+        alone = fixed_windows(part, 32, len(mine))
+        assert np.array_equal(mine, alone)
+        assert np.array_equal(labels - labels[0], window_documents(part, 32, alone))
+    assert (np.diff(chosen.documents)[starts - 1] > 0).all()
 
 
 def test_losses_of_sets_are_those_of_val_loss(trained, call):

@@ -2,17 +2,13 @@
 die.
 
 Jobs of 2 and of 4 ranks (CPU, gloo) go through the cases of ranks.py, and each leaves a report per
-case and rank, which the tests read. Run as a program, this file is a rank that is ended.
+case and rank, which the tests read.
 """
 
 import os
-import re
-import signal
-import sys
 import time
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -20,17 +16,17 @@ import ranks
 import torch
 from conftest import write_tiny
 from numerics import assert_near, tolerance
-from ranks import ANY, CASES, COMPARED, PEAK, RATE, RESHARDED, RESUMED, WAYS
+from ranks import ANY, CASES, COMPARED, PEAK, RESHARDED, RESUMED, WAYS
 from runs import (
     ALONE,
     assert_same_columns,
+    be_killed,
     column,
     end,
     meet_in,
     metrics,
     run,
     run_job,
-    run_torchrun,
     run_with_margin,
     start_ranks,
 )
@@ -212,28 +208,7 @@ def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(outcome, model, way)
         assert skipped[2] == 3 and skipped[-1] < 6
 
 
-# ---- a job of torchrun, whose rank 1 is killed
-def be_killed_at_step_3(folder):
-    def learning_rate(optim, max_steps, step):
-        if step == 3 and os.environ["RANK"] == "1":
-            print("rank 1 ends at step 3", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return RATE(optim, max_steps, step)
-
-    train.learning_rate = learning_rate
-    own = [f"--run.dir={folder / 'killed'}", "--train.micro_batch_size=1"]
-    sys.exit(train.main([str(folder / "tiny.toml"), *own]))
-
-
-@pytest.mark.integration
-def test_job_ends_when_a_rank_is_killed(folder):
-    job = run_torchrun({"": ["--standalone", "--nproc_per_node=2", __file__, folder]})[""]
-    assert job.code != 0  # and it did end
-    assert "at step 3" in job.output  # it had begun
-    assert re.search(r"rank +: 1 .*\n +exitcode +: -9", job.output), job.output
-
-
-# ---- a rank that hangs
+# ---- a rank that hangs, or is killed
 TIMEOUT = 15  # seconds
 
 
@@ -246,11 +221,13 @@ class Hang(NamedTuple):
     at: Callable[..., bool]  # from a call's arguments
     parallel: str = "ddp"
     saved: int = 2  # step of the newest intact checkpoint
+    wait: Callable[[], object] = lambda: time.sleep(9999)
 
 
 HANGS = {
     "the plan": Hang(preflight, "open_data", 1, lambda *_: True, saved=0),
     "a batch": Hang(Loader, "batch", 1, lambda loader, step, *_: step == 3),
+    "a step, killed": Hang(train, "seed_step", 1, lambda seed, step, *_: step == 3, wait=be_killed),
     "an evaluation": Hang(train, "evaluate", 1, lambda state, step, *_: step == 4),
     "a save of rank 0": Hang(checkpoint.Saver, "_publish", 0, lambda *_: True, saved=0),
     "the last save of rank 0": Hang(
@@ -283,8 +260,7 @@ def be_hung(folder, place):
     def hanging(*args):
         if int(os.environ["RANK"]) == hang.rank and hang.at(*args):
             (folder / f"{place}.hung").touch()
-            while True:
-                time.sleep(1)
+            hang.wait()
         return call(*args)
 
     def note_end(code):
@@ -319,7 +295,3 @@ def test_job_ends_when_a_rank_hangs_anywhere(hung, folder, place):
     checkpoints = folder / place / "tiny/checkpoints"
     assert checkpoint.latest(checkpoints, ALONE)[0] == HANGS[place].saved
     assert not list(checkpoints.glob("*.damaged"))
-
-
-if __name__ == "__main__":
-    be_killed_at_step_3(Path(sys.argv[1]))
