@@ -1,12 +1,12 @@
 """hf/match_gates.py: another router for a mixture."""
 
-import math
-from itertools import repeat
+from copy import deepcopy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from numerics import assert_near, seeded
-from runs import ALONE, run
+from runs import run
 from safetensors.torch import load_file, save_file
 from test_router import GATES, SPARSE
 
@@ -40,12 +40,6 @@ def source(module_tiny):
     )
     run(config)
     return config
-
-
-@pytest.fixture
-def few_tokens(monkeypatch):
-    """Gates are matched on few tokens, where a test does not ask how well."""
-    monkeypatch.setattr(match_gates, "TOKENS", 512)
 
 
 def swapped(make, source, router, *more):
@@ -84,8 +78,8 @@ def assert_gates_are_matched(old, new, x, centre=True, tables=()):
 def test_a_router_ignores_a_shift_or_does_not(name):
     router = Router(8, 8, 2, find_spec(name)).double()
     logits = torch.randn(99, 8, generator=seeded(), dtype=torch.float64)
-    here, there = router.choose(logits), router.choose(logits + 0.7)
-    same = here.experts.equal(there.experts) and (here.weights - there.weights).abs().max() < 1e-12
+    here, there = (router.choose(shifted).weights for shifted in (logits, logits + 0.7))
+    same = torch.allclose(here, there, rtol=0, atol=1e-12)
     assert same == find_spec(name).ignores_shift
 
 
@@ -93,16 +87,16 @@ def test_centring_takes_the_mean_of_all_logits(tiny):
     """Weights and biases: the new logits are the old ones minus a token's mean over experts."""
     softmax, kern = "exp, post=l1 over all, bias", "relu, pre=l2 over all, bias"
     old, new = (tiny(f"model.router={name}").model for name in (softmax, kern))
-    state = {}
-    for name, tensor in GPT(old).state_dict().items():
+    state = dict(GPT(old).state_dict())
+    for name, tensor in state.items():
         state[name] = torch.randn(tensor.shape, generator=seeded(len(name)))
     before = dict(state)
     routers, _ = take_routers(state, old, new)
-    x = torch.randn(5, old.n_embd, generator=seeded())
     assert list(routers) == ["blocks.0.mlp.router", "blocks.1.mlp.router"]
+    x = torch.randn(5, old.n_embd, generator=seeded())
     for name in routers:
-        logits = x @ before[f"{name}.weight"].T + before[f"{name}.bias"]
-        centred = x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+        parts = f"{name}.weight", f"{name}.bias"
+        logits, centred = (F.linear(x, *map(w.get, parts)) for w in (before, state))
         assert_near(centred, logits - logits.mean(1, keepdim=True), 1e-4, name)
 
 
@@ -129,74 +123,56 @@ def test_gates_are_matched_on_equal_ranks_as_on_one(tiny, monkeypatch):
     config = tiny("model.router=kern", "model.n_layer=4")
     kern, softmax = (tiny(f"model.router={name}").model for name in ("kern", "softmax"))
     torch.manual_seed(0)
+    model = GPT(config.model)
     old = {f"blocks.{layer}.mlp.router": build_router(softmax, layer) for layer in range(3)}
     old["blocks.3.mlp.router"] = build_router(kern, 3)
-    batch = x, _ = tuple(texts(config))
+    for router in (model.blocks[2].mlp.router, old["blocks.3.mlp.router"]):
+        torch.nn.init.zeros_(router.weight)
+    batch = tuple(texts(config))
     told = []
-    two = Ranks(0, 2, torch.device("cpu"))
-    for ranks, total in (
-        (ALONE, lambda squares: squares),
-        (two, lambda squares: 2 * squares),
-        (two, lambda squares: squares + squares.flip(0)),
+    for world_size, total in (
+        (1, lambda squares: squares),
+        (2, lambda squares: 2 * squares),
+        (2, lambda squares: squares + squares.flip(0)),
     ):
-        torch.manual_seed(0)
-        model = GPT(config.model)
-        for router in (model.blocks[2].mlp.router, old["blocks.3.mlp.router"]):
-            torch.nn.init.zeros_(router.weight)
         monkeypatch.setattr(match_gates, "sum_over_ranks", total)
+        ranks = Ranks(0, world_size, torch.device("cpu"))
+        batches = iter([batch] * (3 if world_size == 1 else 2))
         autocast = torch.autocast("cpu", enabled=False)
-        read = []
-        batches = (read.append(1) or batch for batch in repeat(batch))
-        told.append(match_gates.match_gates(model, old, batches, autocast, ranks))
-        assert len(read) == math.ceil(4000 / (1536 * ranks.world_size)) and model.training
+        new = deepcopy(model)
+        told.append(match_gates.match_gates(new, old, batches, autocast, ranks))
+        assert next(batches, None) is None and new.training
     assert told[0] == told[1] != told[2] == "1, 1, 1, 1" and told[0].endswith(", 1, 1")
 
 
-@pytest.mark.usefixtures("few_tokens")
 @pytest.mark.parametrize("word", ["model.gate_norm=0.7", "model.gate_scale=3.0"])
 def test_what_the_user_sets_wins(module_tiny, source, word):
     run(config := swapped(module_tiny, source, "sigmoid", word, f"run.name={word[6:14]}"))
-    c = [
-        module.c.item()
-        for module in load_model(path_of(config)).model.modules()
-        if isinstance(module, Router)
-    ]
-    assert c == [pytest.approx(gate_scale(config.model))] * 2
+    for block in load_model(path_of(config)).model.blocks:
+        assert block.mlp.router.c.item() == pytest.approx(gate_scale(config.model))
 
 
-@pytest.fixture(scope="module")
-def hashed(module_tiny, tmp_path_factory):
-    """A model of softmax with a hash layer, and its export, with another table than by default."""
-    config = module_tiny(
-        "run.name=hashed", "model.router=softmax", "model.n_hash_layer=1", "optim.lr=1e-2"
-    )
-    run(config)
-    place = tmp_path_factory.mktemp("hashed") / "out"
-    model = load_model(path_of(config)).model
-    assert export.main([str(path_of(config)), str(place)]) == 0
-    table = model.blocks[0].mlp.router.hash_table
-    table.copy_((table + torch.arange(257)[:, None]) % 8)
+def test_hash_layers_keep_their_table_and_the_norm_of_their_gates(tiny, source, tmp_path, capsys):
+    """Of an export with another table than by default."""
+    run(first := tiny("run.name=first", "model.router=softmax", "model.n_hash_layer=1"))
+    place = tmp_path / "out"
+    assert export.main([str(path_of(first)), str(place)]) == 0
     state = load_file(place / "model.safetensors")
-    save_file(
-        state | {"model.layers.0.mlp.router.hash_table": table.clone()}, place / "model.safetensors"
-    )
-    return place, model
-
-
-@pytest.mark.parametrize("n_hash", [0, 1, 2])
-def test_hash_layers_keep_their_table_and_the_norm_of_their_gates(
-    module_tiny, source, hashed, n_hash, capsys
-):
-    place, old = hashed
+    moved = (state["model.layers.0.mlp.router.hash_table"] + torch.arange(257)[:, None]) % 8
+    state["model.layers.0.mlp.router.hash_table"] = moved
+    save_file(state, place / "model.safetensors")
+    old = load_model(path_of(first)).model
+    old.blocks[0].mlp.router.hash_table.copy_(moved)
+    tables = [moved, hash_table(257, 8, 2, seed=1)]
     x, _ = texts(source)
-    more = ["model.router=kern", f"model.n_hash_layer={n_hash}", f"run.name=hash-{n_hash}", *ONCE]
-    config = module_tiny(f"train.init_from={place}", *more)
-    run(config)
-    said = capsys.readouterr().out
-    new = load_model(path_of(config)).model
-    assert (f"n_hash_layer changes from 1 to {n_hash}" in said) == (n_hash != 1)
-    tables = [old.blocks[0].mlp.router.hash_table, hash_table(257, 8, 2, seed=1)]
-    assert not tables[0].equal(hash_table(257, 8, 2, seed=0))
-    assert_gates_are_matched(old, new, x, tables=tables[:n_hash])
-    for after, table in zip(record_routing(new, x)[:n_hash], tables, strict=False):
-        assert after.experts.equal(table[x.flatten()])
+    for n_hash in (0, 1, 2):
+        more = ["model.router=kern", f"model.n_hash_layer={n_hash}", *ONCE]
+        config = tiny(f"train.init_from={place}", f"run.name=hash-{n_hash}", *more)
+        capsys.readouterr()
+        run(config)
+        changes = f"n_hash_layer changes from 1 to {n_hash}" in capsys.readouterr().out
+        assert changes == (n_hash != 1)
+        new = load_model(path_of(config)).model
+        assert_gates_are_matched(old, new, x, tables=tables[:n_hash])
+        for after, table in zip(record_routing(new, x)[:n_hash], tables, strict=False):
+            assert after.experts.equal(table[x.flatten()])
