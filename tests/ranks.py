@@ -58,9 +58,11 @@ SAVED = [
     "eval.interval=3",
     "train.checkpoint_interval=3",
     "train.keep_checkpoints=9",
+    # parameter groups of their own
+    "optim.router_lr_ratio=0.5",
+    "optim.expert_out_lr_ratio=2.0",
 ]
-# parameter groups of their own
-SAVED += ["optim.router_lr_ratio=0.5", "optim.expert_out_lr_ratio=2.0"]
+BALANCED = ["train.bias_update_rate=0.01", "train.balance_loss_coef=0.1"]
 MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change gradients
     "pair": ["model.router=kern-norelu", "train.max_steps=3", "eval.interval=3"],
     # from weights of another router, whose gates are matched
@@ -80,48 +82,48 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
     ],
     # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.
     "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
+    "biased": ["model.router=sigmoid-renorm", *BALANCED, "train.z_loss_coef=0.01"],
+    "saved": [*SAVED, "model.router=sigmoid-renorm", "model.n_hash_layer=1", *BALANCED],
+    # One step: later ones differ by rounding, which can move a score to another bin.
+    "quantile": [
+        "model.router=sigmoid",
+        "train.bias_update=quantile",
+        "train.max_steps=1",
+        "optim.warmup_steps=1",
+        "model.n_hash_layer=1",
+        "train.balance_loss_coef=0.1",
+    ],
+    "modern": [
+        "model.router=kern-norelu",
+        "model.norm=rmsnorm",
+        "model.qk_norm=all",
+        "model.n_kv_head=1",
+        "model.pos=rope",
+        "model.gated=true",
+        "model.activation=silu",
+        "model.n_shared_expert=1",
+    ],
+    # Interpreted, so as little as can be: 16 tokens a step.
+    "triton": [
+        "model.router=kern-norelu",
+        "model.n_layer=1",
+        "model.block_size=8",
+        "train.batch_size=2",
+        "train.micro_batch_size=1",
+        "train.max_steps=2",
+        "eval.windows=2",
+        "train.activation_checkpointing=true",
+    ],
+    # The most state to resume: dropout, a loss scale, means of weights, a checkpoint in the middle
+    # of a log interval.
+    "again": [
+        *SAVED,
+        "model.dropout=0.1",
+        "train.dtype=float16",
+        "log.interval=2",
+        "train.ema_decay=0.75",
+    ],
 }
-BALANCED = ["train.bias_update_rate=0.01", "train.balance_loss_coef=0.1"]
-MODELS["biased"] = ["model.router=sigmoid-renorm", *BALANCED, "train.z_loss_coef=0.01"]
-MODELS["saved"] = [*SAVED, "model.router=sigmoid-renorm", "model.n_hash_layer=1", *BALANCED]
-# One step: later ones differ by rounding, which can move a score to another bin.
-MODELS["quantile"] = [
-    "model.router=sigmoid",
-    "train.bias_update=quantile",
-    "train.max_steps=1",
-    "optim.warmup_steps=1",
-]
-MODELS["quantile"] += ["model.n_hash_layer=1", "train.balance_loss_coef=0.1"]
-MODELS["modern"] = [
-    "model.router=kern-norelu",
-    "model.norm=rmsnorm",
-    "model.qk_norm=all",
-    "model.n_kv_head=1",
-]
-MODELS["modern"] += [
-    "model.pos=rope",
-    "model.gated=true",
-    "model.activation=silu",
-    "model.n_shared_expert=1",
-]
-# Interpreted, so as little as can be: 16 tokens a step.
-MODELS["triton"] = [
-    "model.router=kern-norelu",
-    "model.n_layer=1",
-    "model.block_size=8",
-    "train.batch_size=2",
-]
-MODELS["triton"] += ["train.micro_batch_size=1", "train.max_steps=2", "eval.windows=2"]
-MODELS["triton"] += ["train.activation_checkpointing=true"]
-# The most state to resume: dropout, a loss scale, means of weights, a checkpoint in the middle of a
-# log interval.
-MODELS["again"] = [
-    *SAVED,
-    "model.dropout=0.1",
-    "train.dtype=float16",
-    "log.interval=2",
-]
-MODELS["again"] += ["train.ema_decay=0.75"]
 ANY = ("given", "dense", "kern", "modern", "biased", "quantile", "cut", "triton", "muon")
 COMPARED = ("pair", *ANY, "saved")  # with a run on one rank
 CASES = {

@@ -9,6 +9,7 @@ that a type allows.
 Logits are given because gates are not smooth: near 0 rounding turns KERN's ReLU on and off, and the
 gradient of kern-after grows without limit.
 
+Weights are in float64, by the names of GPT.state_dict().
 Shapes: B sequences, T positions, C channels, N = B·T tokens, E experts, K of them chosen, H hidden.
 """
 
@@ -20,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Weights = dict[str, Tensor]  # float64, by the names of GPT.state_dict()
 EPS = 1e-8
 
 
@@ -49,21 +49,21 @@ class Cast:
     error, where a sum in another order would be rounded to another side.
     """
 
-    def __init__(self, dtype: torch.dtype, scale: float, seed: int) -> None:
+    def __init__(self, dtype, scale, seed):
         self.dtype = dtype
         self.scale = scale
         self.generator = torch.Generator().manual_seed(seed)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x):
         return x if self.dtype == torch.float64 else _Rounding.apply(x, self)
 
-    def scaled(self, scale: float) -> "Cast":
+    def scaled(self, scale):
         """The same, but for the gradients' scale."""
         cast = copy(self)
         cast.scale = scale
         return cast
 
-    def round(self, x: Tensor, scale: float = 1.0) -> Tensor:
+    def round(self, x, scale=1.0):
         noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype) - 0.5
         moved = x * (1 + torch.finfo(self.dtype).eps * noise)
         return (moved * scale).to(self.dtype).double() / scale

@@ -20,13 +20,16 @@ from runtime.runs import Run
 
 # The most state to take over: dropout, a loss scale, a history of losses, sums of half a log
 # interval.
-WSD = ["optim.schedule=wsd", "optim.warmup_steps=2", "model.dropout=0.1", "log.interval=2"]
-WSD += [
+WSD = [
+    "optim.schedule=wsd",
+    "optim.warmup_steps=2",
+    "model.dropout=0.1",
+    "log.interval=2",
     "train.dtype=float16",
     "optim.router_lr_ratio=0.5",
     "train.bias_update_rate=0.01",
+    "train.ema_decay=0.9",
 ]
-WSD += ["train.ema_decay=0.9"]
 FRACTION = "optim.decay_fraction=0.25"
 TRUNK = [
     *WSD,

@@ -159,12 +159,12 @@ DRAWS = 3  # of the reference's rounding errors
 FACTOR = 8  # of the root mean square of these errors
 
 
-def list_pairs(row: dict[str, str]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
+def list_pairs(row):
     """Each two features of a row with their values."""
     return set(combinations(sorted(row.items()), 2))
 
 
-def cover(features: dict, tries: int = 100) -> list[dict[str, str]]:
+def cover(features, tries=100):
     """Rows with a value for each feature, so that each allowed pair of values is in one: greedy."""
     rng = random.Random(0)
     missing = set()
@@ -201,13 +201,11 @@ class Seen(NamedTuple):
 class Recorder:
     """Records the steps and evaluations of a run, also of one that is resumed."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, stop_after: int = 0) -> None:
-        self.steps: list[Seen] = []
-        self.evaluations: list[Seen] = []
+    def __init__(self, patch, stop_after=0):
+        self.steps = []
+        self.evaluations = []
         self.stop = Stop()
         self.stop_after = stop_after
-        self.batches: list[Any] = []
-        self.choices: list[Any] = []
         wrap(patch, train, "forward_backward", self.forward_backward)
         wrap(patch, validation, "measure_loss", self.measure_loss)
         wrap(patch, TrainState, "forward", self.forward)

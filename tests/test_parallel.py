@@ -254,8 +254,12 @@ def be_hung(folder, place):
         "--eval.interval=2",
     ]
     if place == "a save of rank 0":  # the steps go on meanwhile
-        own += ["--train.max_steps=100000", "--train.checkpoint_interval=100000"]
-        own += ["--train.keep_steps=2", "--eval.interval=100000"]
+        own += [
+            "--train.max_steps=100000",
+            "--train.checkpoint_interval=100000",
+            "--train.keep_steps=2",
+            "--eval.interval=100000",
+        ]
 
     def hanging(*args):
         if int(os.environ["RANK"]) == hang.rank and hang.at(*args):

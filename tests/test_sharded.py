@@ -6,13 +6,10 @@ steps and gathered weights are those of one plain model on the whole batch.
 
 import copy
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -41,15 +38,15 @@ CPU = torch.device("cpu")
 BUILDING = threading.Lock()
 
 
-def run_ranks(n_rank: int, act: Callable[[Ranks], Any], local_size: int = 0) -> list[Any]:
+def run_ranks(n_rank, act, local_size=0):
     """What `act` returns on each of `n_rank` ranks, each a thread."""
     multi_threaded_pg._install_threaded_pg()
     _distributed_c10d._set_thread_isolation_mode(True)
     store = dist.HashStore()
-    results: list[Any] = [None] * n_rank
-    errors: list[BaseException] = []
+    results = [None] * n_rank
+    errors = []
 
-    def be_a_rank(rank: int) -> None:
+    def be_a_rank(rank):
         try:
             dist.init_process_group("threaded", rank=rank, world_size=n_rank, store=store)
             ranks = Ranks(rank, n_rank, CPU, local_size or n_rank, dist.group.WORLD)
@@ -86,7 +83,7 @@ def in_float64():
 def whole(tiny):
     """`whole(*overrides)`: a plain model with random weights."""
 
-    def make(*overrides: str) -> GPT:
+    def make(*overrides):
         settings = ["model.router=kern", "model.init_std=0.3", "model.n_shared_expert=1"]
         torch.manual_seed(0)
         model = GPT(tiny(*settings, *overrides).model)
@@ -96,13 +93,13 @@ def whole(tiny):
     return make
 
 
-def draw_batch(n_rank: int) -> Tensor:
+def draw_batch(n_rank):
     """(N_PASS, ranks, T + 1) int64."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(257, (N_PASS, n_rank, 33), generator=generator)
 
 
-def assert_equal(values: dict[str, Tensor], wanted: dict[str, Tensor], rtol: float) -> None:
+def assert_equal(values, wanted, rtol):
     assert values.keys() == wanted.keys()
     for name, value in values.items():
         scale = wanted[name].abs().max().item()
@@ -118,7 +115,7 @@ WAYS = [  # train.parallel, ranks, ranks of a node, train.expert_parallel, optim
 ]
 
 
-def train_step(model: GPT, way: str, ranks: Ranks, optim: Optim, batch: Tensor, **options: Any):
+def train_step(model, way, ranks, optim, batch, **options):
     """Two passes and a step of a rank: what it has to agree in, and what it holds."""
     runner = distribute(model, way, ranks, torch.float64, **options)
     model = getattr(runner, "module", runner)
@@ -134,7 +131,7 @@ def train_step(model: GPT, way: str, ranks: Ranks, optim: Optim, batch: Tensor, 
         with torch.no_grad():
             runner(batch[0, :1, :-1], batch[0, :1, 1:])
     parameters = dict(model.named_parameters())
-    report: dict[str, Any] = {"loss": losses, "part": local_part(model.head).detach().clone()}
+    report = {"loss": losses, "part": local_part(model.head).detach().clone()}
     report["held"] = sum(local_part(p).numel() for p in parameters.values())
     report["gradients"] = {key: full_tensor(p.grad).clone() for key, p in parameters.items()}
     optimizer = build_optimizer(model, optim)
@@ -159,16 +156,16 @@ def test_ranks_train_like_one_model(whole, way, n_rank, local_size, n_shared, na
     batch = draw_batch(n_rank)
     copies = [copy.deepcopy(model) for _ in range(n_rank)]
 
-    def act(ranks: Ranks) -> dict[str, Any]:
+    def act(ranks):
         own = copies[ranks.rank]
-        options: dict[str, Any] = {"expert_parallel": n_shared}
+        options = {"expert_parallel": n_shared}
         if way == "fsdp":  # of a model whose weights have no memory until they are sharded
             start = {key: p.detach() for key, p in own.named_parameters()}
             with BUILDING, without_parameters():  # its hook is of all threads
                 own = GPT(model.config)
             own.document_token = 256
 
-            def initialize(shards: GPT) -> None:
+            def initialize(shards):
                 for key, p in shards.named_parameters():
                     copy_shard(start[key], p)
 
@@ -201,7 +198,7 @@ def test_gates_travel_unrounded_under_autocast():
     gates = torch.rand(2, 6, 2, dtype=torch.float32, generator=generator)
     experts = torch.rand(2, 6, 4, generator=generator).argsort(-1)[..., :2]
 
-    def act(ranks: Ranks) -> list[float]:
+    def act(ranks):
         rows = (torch.zeros(6, 3), gates[ranks.rank], experts[ranks.rank])
         with torch.autocast("cpu", torch.bfloat16):
             return start_journey(4, ranks.control, *rows).arrive()[1].flatten().tolist()
@@ -214,7 +211,7 @@ def test_shards_are_drawn_as_the_full_tensor(whole):
     torch.manual_seed(5)
     wanted = torch.empty(16, 3).normal_(1.0, 2.0)
 
-    def act(ranks: Ranks) -> tuple[Tensor, Tensor]:
+    def act(ranks):
         mesh = parallel.build_mesh({"shard": ranks.world_size}, ranks)
         zeros = torch.distributed.tensor.zeros(16, 3, device_mesh=mesh, placements=[SHARD])
         with BUILDING:  # one generator for all threads
@@ -231,7 +228,7 @@ def test_shards_are_drawn_as_the_full_tensor(whole):
 
 
 def test_ranks_agree_and_share_errors():
-    def act(ranks: Ranks) -> None:
+    def act(ranks):
         assert gather(10 * ranks.rank, ranks.control) == [0, 10, 20]
         flags = [ranks.rank == 1, False, ranks.rank != 1]
         assert any_rank(flags, ranks) == [True, False, True]

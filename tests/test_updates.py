@@ -98,8 +98,9 @@ EAGER = [
     "eval.interval=100",
     "train.max_steps=9",
     "train.bias_update_rate=0.01",
+    "train.balance_loss_coef=0.01",
+    "train.z_loss_coef=0.001",
 ]
-EAGER += ["train.balance_loss_coef=0.01", "train.z_loss_coef=0.001"]
 
 
 @pytest.fixture
@@ -260,8 +261,14 @@ def test_crash_dump_repeats_the_step(tiny, poison):
     """Of a step whose loss was bad only once: windows, dropout, weights and gradients are those of
     an undisturbed run. JSON has no NaN.
     """
-    own = ["model.dropout=0.1", "train.dtype=float16", "train.micro_batch_size=4"]
-    own += [f"run.seed={SEED}", "train.checkpoint_interval=1", "train.keep_checkpoints=9"]
+    own = [
+        "model.dropout=0.1",
+        "train.dtype=float16",
+        "train.micro_batch_size=4",
+        f"run.seed={SEED}",
+        "train.checkpoint_interval=1",
+        "train.keep_checkpoints=9",
+    ]
     undisturbed = tiny("run.name=undisturbed", *own)
     third = run(undisturbed)[4]
     poison({5}, math.nan)  # the second micro-batch of step 3
