@@ -105,77 +105,68 @@ def assert_same_gradients(mine, theirs, leaves):
     "name, biased", [(name, False) for name in SPARSE] + [(name, True) for name in BIASED]
 )
 def test_equals_its_formula_in_values_and_gradients(name, biased):
-    """With all parameters random and c = 1.5 times its own; half of the tokens have no positive
-    logit. For tokens with a clear choice and clear signs.
-    """
+    """With c = 1.5 times its own and γ = 0.7; half of the tokens have no positive logit."""
     router = Router(E, E, K, ROUTERS[name], gate_scale=1.5)
-    torch.nn.init.orthogonal_(router.weight)  # so that there is an x of any logits
-    bias = torch.zeros(E)
     scale = torch.tensor(1.5, dtype=torch.float64)
     if name == "kern-mc":
         scale *= router_module.monte_carlo_scale(E, K)
-    if router.bias is not None:
-        bias = torch.nn.init.normal_(router.bias, std=0.3)
+    leaves = [torch.randn(N, E)]
+    leaves[0][::2] = -0.1 - leaves[0][::2].abs()
+    leaves[0].requires_grad_()
     if router.gamma is not None:
-        scale = scale * torch.nn.init.constant_(router.gamma, 0.7).double()
+        leaves.append(torch.nn.init.constant_(router.gamma, 0.7))
+        scale = scale * router.gamma.double()
+    scores = s = leaves[0].double()
     if biased:
         router.selection_bias.normal_(std=0.3)
+        scores = BIASED[name](s)
     elif name in RELU:
         router.selection_bias[0] = 10  # an expert whose gate is often closed comes first
-
-    def find_scores(s):
-        return (BIASED[name](s) if biased else s) + router.selection_bias
-
-    logits = torch.randn(20 * N, E)
-    logits[::2] = -0.1 - logits[::2].abs()
-    ordered = find_scores(logits).sort(descending=True).values
-    clear = (ordered[:, K - 1] - ordered[:, K] > 1e-3) & (logits.abs() > 1e-3).all(1)
-    x = ((logits[clear][:N] - bias) @ router.weight).detach().requires_grad_()
-    s = F.linear(x.double(), router.weight.double(), bias.double())
-    experts = find_scores(s).topk(K).indices
-    assert not biased or (experts.sort().values != s.topk(K).indices.sort().values).any()
-    gates = torch.zeros_like(s).scatter(1, experts, scale * GATES[name](s, s.gather(1, experts)))
-    routing = router(x)
-    mine = torch.zeros(N, E).scatter(1, routing.experts, routing.weights)
-    downstream = -torch.rand(N, E)  # of one sign: the sum that is γ's gradient does not cancel
+        scores = s.relu()
+    routing = router.choose(leaves[0])
+    scores = (scores + router.selection_bias).float()
+    assert_same(scores.gather(1, routing.experts), scores.topk(K).values)
+    gates = scale * GATES[name](s, s.gather(1, routing.experts))
+    d_gates = -torch.rand(N, K)  # of one sign: the sum that is γ's gradient does not cancel
     dead = (s < 0).all(1)
-    downstream[dead] += 0.5
-    loss = (gates * downstream).sum()
+    d_gates[dead] += 0.5
+    loss = (gates * d_gates).sum()
     # the mean of the gates' gradients before c and γ, if negative, lifts all logits
     if name in RELU:
-        assert (mine[dead] == 0).all()
-        pull = downstream.gather(1, routing.experts).mean(1)[dead].clamp_max(0)
+        assert (routing.weights[dead] == 0).all()
+        pull = d_gates.mean(1)[dead].clamp_max(0)
         assert (pull == 0).any() and (pull < 0).any()
         loss = loss + scale.detach() * (pull * s[dead].mean(1)).sum()
-    assert_same(mine, gates.float())
-    assert_same_gradients((mine * downstream).sum(), loss, [x, *router.parameters()])
+    assert_same(routing.weights, gates.float())
+    assert_same_gradients((routing.weights * d_gates).sum(), loss, leaves)
 
 
 @pytest.mark.parametrize("n_expert, top_k", [(64, 8), (32, 8), (64, 64)])
 def test_monte_carlo_constant(n_expert, top_k):
-    """By NumPy's samples; one has a standard deviation of 0.27, and the first constant is 1.7135
-    by an integral (docs/theory.md).
+    """One sample has a standard deviation of 0.27; the first constant is 1.7135 by an integral
+    (docs/theory.md).
     """
-    y = np.random.default_rng(0).standard_normal((100_000, n_expert))
-    y /= np.linalg.norm(y, axis=1, keepdims=True)  # uniform on the sphere
-    largest = np.sort(y.clip(0), axis=1)[:, -top_k:]
-    mean = (1 / np.linalg.norm(largest, axis=1)).mean()
+    draws = np.random.default_rng(0).standard_normal((100_000, n_expert))
+    s = torch.from_numpy(draws).sort(descending=True).values
+    mean = (1 / GATES["kern"](s, s[:, :top_k]).norm(dim=1)).mean().item()
     near = pytest.approx(mean, abs=4 * 0.27 * math.sqrt(1 / 20_000 + 1 / 100_000))
     assert Router(C, n_expert, top_k, ROUTERS["kern-mc"]).c.item() == near
 
 
-# Factors on logits, and on their absolute values. One is large and positive in the last: gates of
-# tiny logits alone would give W a gradient of 1 / ε times the others, Inf.
-FACTORS = [(factor, False) for factor in (0.0, 1e-30, 1e4, 1e20, 1e30)]
-FACTORS += [(-1.0, True), (-1e30, True), (torch.tensor([1e30, -1e30, 0.0, 1e-30] * 4), True)]
+# One token's logits are large and positive in the last: gates of tiny logits alone would give W a
+# gradient of 1 / ε times the others, Inf.
+FACTORS = [0.0, 1e-30, 1e4, 1e20, 1e30, -1.0, -1e30, torch.tensor([1e30, -1e30, 0.0, 1e-30] * 4)]
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("factor, absolute", FACTORS)
+@pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("name", SPARSE)
-def test_extreme_logits(name, factor, absolute):
+def test_extreme_logits(name, factor):
+    """Factors with a minus multiply absolute values."""
     usual = torch.randn(N, E)
-    x = (factor * (usual.abs() if absolute else usual)).requires_grad_()
+    if torch.as_tensor(factor).min() < 0:
+        usual.abs_()
+    x = (factor * usual).requires_grad_()
     router = identity_router(name)
     routing = router(x)
     ((routing.weights * torch.randn(N, K)).sum() + balance(routing)).backward()
@@ -184,7 +175,7 @@ def test_extreme_logits(name, factor, absolute):
     assert (routing.experts.sort().values.diff() > 0).all()  # distinct
     if name in RELU and (x <= 0).all():
         assert (routing.weights == 0).all()
-    if name.startswith("kern") and not absolute and factor > 1:
+    if name.startswith("kern") and torch.as_tensor(factor).min() > 1:
         assert_same(routing.weights, router(usual).weights)
 
 

@@ -2,8 +2,11 @@
 ones on a GPU.
 """
 
+import math
 import sys
+import tempfile
 from functools import partial
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -169,13 +172,12 @@ def test_rows_are_sorted_by_expert_and_by_token(N, n_expert):
     assert_equal(order, flat.argsort(stable=True).int())
     assert_equal(order[inverse.long()], torch.arange(N * 3, dtype=torch.int32))
     assert_equal(offsets.diff(), flat.bincount(minlength=n_expert).int())
-    tiles = torch.zeros(len(table) // 3, 3, dtype=torch.int32)
-    count = 0
-    for expert, end in enumerate(offsets[1:]):
-        for row in range(offsets[expert], end, 16):
-            tiles[count] = torch.tensor([expert, row, end])
-            count += 1
-    assert table.tolist() == [*tiles.flatten().tolist(), count]
+    tiles = []
+    for expert, (first, end) in enumerate(pairwise(offsets.tolist())):
+        for row in range(first, end, 16):
+            tiles += expert, row, end
+    unused = [0] * (len(table) - 1 - len(tiles))
+    assert table.tolist() == [*tiles, *unused, len(tiles) // 3]
     assert inverse.dtype == table.dtype == torch.int32
 
 
@@ -186,41 +188,36 @@ def test_more_than_2_to_the_31_elements(tmp_path, monkeypatch):
 
     def virtual(*shape, dtype=torch.float16, device="cpu"):
         """Zeros in a sparse file, which take space only where they are written to."""
-        file = str(tmp_path / str(len(list(tmp_path.iterdir()))))
-        size = torch.Size(shape).numel()
-        return torch.from_file(file, shared=True, size=size, dtype=dtype).view(shape)
+        _, file = tempfile.mkstemp(dir=tmp_path)
+        return torch.from_file(file, True, math.prod(shape), dtype=dtype).view(shape)
 
     def assert_same(actual, wanted):
         assert_near(actual, wanted, tolerance(actual.dtype, 64))
 
     # All numbers are positive: in a sum that cancels, relative errors have no bound.
-    far, width, some = 2**26, 64, seeded()
-    near = torch.rand(3, width, generator=some).half()
-    w = (torch.rand(1, width, width, generator=some) / width).half()
-    wanted = (near.float() @ w[0].float()).half()
+    far, width = 2**26, 64
     wide = 2**15  # the fifth expert's matrix starts at 2^32
-    rows = torch.rand(3, wide, generator=some).half()
+    rows = torch.rand(3, wide, generator=seeded()).half()
+    near = rows[:, :width].contiguous()
+    w = (torch.rand(1, width, width, generator=seeded(1)) / width).half()
+    wanted = (near.float() @ w[0].float()).half()
+    square = near.float().T @ near.float()
     monkeypatch.setattr(torch, "empty", virtual)
-    tall, order, gates = (
-        virtual(far + 3, width),
-        virtual(far + 3, dtype=torch.int32),
-        virtual(far + 3, 1),
-    )
+    tall, gates = virtual(far + 3, width), virtual(far + 3, 1)
     tall[far:], gates[far:] = near, 1
+    order = virtual(far + 3, dtype=torch.int32)
     order[far:] = torch.arange(far, far + 3)
     table = torch.tensor([0, far, far + 3, 1], dtype=torch.int32)
     for capability in (8, 9):
         monkeypatch.setattr(triton_experts, "major", lambda device, major=capability: major)
-        out = triton_experts.multiply_rows(tall, w, table, 64, False)
-        assert_same(out[far:], wanted)
-        out, gated = triton_experts.multiply_up(tall, w, width, gates, order, table, 64, False)
-        assert_same(out[far:], wanted)
-        assert_same(gated[far:], torch.nn.functional.gelu(wanted))
+        down = triton_experts.multiply_rows(tall, w, table, 64, False)
+        up, gated = triton_experts.multiply_up(tall, w, width, gates, order, table, 64, False)
+        results = torch.stack([down[far:], up[far:], gated[far:]])
+        assert_same(results, torch.stack([wanted, wanted, torch.nn.functional.gelu(wanted)]))
 
     order[far:] = torch.arange(3)
     schedule = Schedule(order, order, torch.tensor([far, far + 3], dtype=torch.int32), table)
-    d_w = triton_experts.weight_grad(near, tall, schedule, 1, True, torch.float32)
-    assert_same(d_w[0], near.float().T @ near.float())
+    assert_same(triton_experts.weight_grad(near, tall, schedule, 1, True, torch.float32)[0], square)
     ends = torch.tensor([far - 1, far + 2], dtype=torch.int32)
     assert_same(triton_experts.combine(tall, ends, 2)[0], near[2])  # and a row of zeros
 
@@ -230,8 +227,7 @@ def test_more_than_2_to_the_31_elements(tmp_path, monkeypatch):
     triton_experts.weight_grad_kernel[(1,)](
         rows, rows, order[far:], bounds, share, d_w, d_w, wide, wide, True, 1, 64, 64, 64
     )
-    corner = rows[:, :64].float()
-    assert_same(d_w[4, :64, :64], corner.T @ corner)
+    assert_same(d_w[4, :64, :64], square)
 
 
 @on_cpu
