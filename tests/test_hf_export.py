@@ -25,7 +25,6 @@ from runs import (
 from safetensors.torch import load_file, save_file
 from test_hf_init_from import edit, start
 from test_hf_open_moe import OURS, SHAPE
-from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -311,9 +310,9 @@ def scale_weights(factor, out):
 
 
 def break_tokenizer(out):
-    body = json.loads((out / "tokenizer.json").read_text())
-    body["model"]["vocab"] |= {"a": ord("b"), "b": ord("a")}
-    (out / "tokenizer.json").write_text(json.dumps(body))
+    body = (out / "tokenizer.json").read_text()
+    body = body.replace('"a": 97', '"a": 98').replace('"b": 98', '"b": 97')
+    (out / "tokenizer.json").write_text(body)
 
 
 HARMS = {
@@ -422,8 +421,6 @@ def test_attention_implementations_agree(exported, overrides):
     wanted = sdpa(idx, attention_mask=mask.long()).logits[mask]
     tokens = sdpa.generate(idx[:, :12], **ask)
     assert sdpa.generate(idx[:, :12], **ask, cache_implementation="static").equal(tokens)
-    beams = [sdpa.generate(idx[:, :12], **ask, num_beams=3, use_cache=on) for on in (True, False)]
-    assert beams[0].equal(beams[1])
     for implementation in ("flex_attention", "eager"):  # the first has no backward pass on CPUs
         theirs = load(out, attn_implementation=implementation).requires_grad_(False)
         # Inductor of torch 2.13 cannot compile flex attention for changing lengths on a CPU
@@ -510,7 +507,6 @@ def test_merges_are_recovered(tmp_path, any_tokenizer):
     ids = [*any_tokenizer.encode("a"), eot]
     assert theirs.encode("a<|endoftext|>") == ids
     assert theirs.decode(ids, skip_special_tokens=True) == "a"
-    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode(ids) == "a"
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (eot, eot, size)
     assert (len(theirs), theirs.model_max_length) == (size + 1, 32)
     write_tokenizer(any_tokenizer, tmp_path, 32)

@@ -120,7 +120,8 @@ def test_logits_equal_those_of_transformers(tiny, tmp_path, bare):
 @pytest.mark.numerics
 def test_differences_in_computation_are_printed(tiny, tmp_path):
     theirs = make_gpt2(activation_function="gelu_new", layer_norm_epsilon=1e-4).half()
-    theirs.transformer.ln_f.float()  # each weight is read in its own dtype
+    norm = theirs.transformer.ln_f.float().weight  # each weight is read in its own dtype
+    norm.data += 1e-5
     theirs.save_pretrained(tmp_path / "gpt2")
     edit(tmp_path / "gpt2/config.json", activation_function=None)  # gelu_new by default
     model, words = start(tiny(f"train.init_from={tmp_path / 'gpt2'}", *DENSE))
@@ -128,6 +129,7 @@ def test_differences_in_computation_are_printed(tiny, tmp_path):
         "gelu_new is computed as exact GELU, up to 5e-4 apart; model.norm_eps changes from 0.0001"
         in words
     )
+    assert model.ln_f.weight.equal(norm)
     wanted = theirs.float()(ids(32)).logits
     error = (all_logits(model, ids(32)) - wanted).norm() / wanted.norm()
     assert 20 * LOGITS < error < 0.01  # that of the formulas, far from rounding
@@ -218,13 +220,6 @@ def test_another_router_takes_the_weights_in_common(tiny, source):
     changes += "model.gate_scale changes from 2.0 to 1.5; "
     unused = "not used: mlp.router.bias, mlp.router.gamma, mlp.router.selection_bias"
     assert words.endswith(changes + unused)
-    run(plain := tiny("run.name=plain", "model.router=softmax"))
-    _, words = start(start_from(tiny, plain, "model.gate_scale=1.0"))
-    missing = "missing, so initialised as usual: mlp.router.bias, mlp.router.gamma"
-    assert (
-        "model.router changes from softmax to kern; router weights are centred" in words
-        and words.endswith(missing)
-    )
 
 
 def test_a_routers_constant_is_that_of_the_new_settings(tiny):
@@ -332,11 +327,10 @@ def test_place_without_weights_is_refused(tiny, source, monkeypatch):
 
 
 def test_runs_of_another_tokenizer_are_refused(tiny, source, corpus, tmp_path):
-    shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
-    meta = tmp_path / "data/tiny/meta.json"
+    data = shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
+    meta = data / "meta.json"
     edit(meta, tokenizer=json.loads(meta.read_text())["tokenizer"] | {"hash": "0" * 64})
     text = refused(start_from(tiny, source, f"data.dir={tmp_path / 'data'}"))
-    data = tmp_path / "data/tiny"
     says = f"its tokenizer is another, that of the data set {data} is bytes. Prepare the text with"
     assert says in text
 
@@ -402,13 +396,6 @@ def save_twice(folder):
     save_file(both, folder / SECOND, {"format": "pt"})
 
 
-def leave_pickles(folder):
-    (folder / INDEX).unlink()
-    (folder / "pytorch_model.bin").touch()
-    for path in folder.glob("model-*"):
-        path.unlink()
-
-
 def write(name, content):
     """A change: the file `name` has this content."""
     return lambda folder: (folder / name).write_text(content)
@@ -442,7 +429,7 @@ HARMS = {
     ).unlink(),
     f"{INDEX}: damaged, not JSON": lambda folder: os.truncate(folder / INDEX, 99),
     "from_pretrained adds this adapter": write("adapter_config.json", ""),
-    f"neither {ONE} nor {INDEX}; download it": leave_pickles,
+    f"neither {ONE} nor {INDEX}; download it": lambda folder: (folder / INDEX).unlink(),
     "its tokenizer is one whose id of 'a' is 98": change_vocabulary(a=98),
     "tokenizer.json: model is missing; download it again": write("tokenizer.json", "{}"),
     "its tokenizer is one whose texts end with id 0": lambda folder: edit(

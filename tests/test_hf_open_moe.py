@@ -97,10 +97,10 @@ def test_logits_equal_those_of_transformers(tiny, tmp_path, kind):
     assert words.endswith(f"a model of class {FORMATS[kind].architecture}")
     if kind == "olmoe":  # whose routers have no buffers
         own = [*SHAPE, *OURS[kind], "model.router=kern"]
-        assert (
-            "router weights are centred"
-            in start(tiny(f"train.init_from={tmp_path / kind}", *own))[1]
-        )
+        changes = start(tiny(f"train.init_from={tmp_path / kind}", *own))[1]
+        assert "model.router changes from softmax to kern; router weights are centred" in changes
+        missing = "missing, so initialised as usual: mlp.router.bias, mlp.router.gamma"
+        assert changes.endswith(missing)
     assert_near(all_logits(model, ids(32)), theirs(ids(32)).logits, LIMIT, "logits")
 
 
