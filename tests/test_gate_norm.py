@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -65,8 +66,8 @@ MODERN = {
 @pytest.mark.parametrize(
     ("name", "block"),
     [
-        *((name, {}) for name in SPARSE),
-        *((name, MODERN) for name in ("softmax", "sigmoid", "kern")),
+        *product(SPARSE, [{}]),
+        *product(("softmax", "sigmoid", "kern"), [MODERN]),
     ],
 )
 def test_fresh_models_have_the_norm_on_their_first_batch(name, block):

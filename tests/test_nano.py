@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 
+import numpy as np
 import pytest
 import torch
 from corpora import write_tree
@@ -89,10 +90,10 @@ def test_the_losses_are_those_of_train(small):
     model.load_state_dict(rename(GPT(small.model)))
     tokens = open_tokens(small.data.folders[0], "train")
     loader = Loader(tokens, small.model.block_size, small.train.batch_size, small.run.seed)
-    batches = []
-    for step in range(small.train.max_steps):
-        inputs, targets = (torch.from_numpy(part) for part in loader.batch(step))
-        batches.append(torch.cat((inputs, targets[:, -1:]), dim=1))  # (B, T + 1)
+    batches = [
+        torch.from_numpy(np.c_[inputs, targets[:, -1:]])  # (B, T + 1)
+        for inputs, targets in map(loader.batch, range(small.train.max_steps))
+    ]
     losses = list(nano.train(model, batches))
     assert len(losses) == 50 and losses[0] > 5 > 3 > losses[-1]
     assert losses == pytest.approx(losses_of_train, abs=1e-5 * SHARE, rel=0)
@@ -146,11 +147,10 @@ def test_the_text_is_that_of_the_quickstart(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     raw = [part for file in stdlib_inputs() for part in read_documents(file, "text")]
     prepared = Encoder(ByteTokenizer(), val_fraction=0.5)(raw)
-    tokens = nano.read_text().tolist()
-    documents = split_documents(tokens)
-    assert len(documents) == 4
-    wanted = [token for ids in prepared.ids.values() for token in ids.tolist()]
-    assert len(tokens) == len(wanted) and documents == split_documents(wanted)
+    wanted = torch.cat([torch.from_numpy(ids).long() for ids in prepared.ids.values()])
+    ends = (wanted == ByteTokenizer.eot).sum()
+    assert ends == 4
+    assert split_documents(nano.read_text()) == split_documents(wanted)
 
 
 def test_no_window_of_validation_is_trained_on():
@@ -170,13 +170,8 @@ def test_no_window_of_validation_is_trained_on():
 
 def split_documents(tokens):
     """The tokens of each document, sorted."""
-    documents = [[]]
-    for token in tokens:
-        documents[-1].append(token)
-        if token == ByteTokenizer.eot:
-            documents.append([])
-    assert documents.pop() == []  # end-of-text is the last token
-    return sorted(documents)
+    ends = (tokens == ByteTokenizer.eot).nonzero().flatten() + 1
+    return sorted(part.tolist() for part in tokens.tensor_split(ends))
 
 
 def test_it_is_short_and_needs_torch_alone():
