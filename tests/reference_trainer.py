@@ -132,7 +132,7 @@ def multiply(x, weights, name, cast=EXACT):
 def activate(hidden, model):
     """Hidden units from pre-activations (…, H), or (…, 2H) if gated: the gate first."""
     gate, up = hidden.chunk(2, -1) if model.gated else (hidden, 1)
-    return {"silu": F.silu, "gelu": F.gelu}[model.activation](gate) * up
+    return getattr(F, model.activation)(gate) * up
 
 
 def rotate(x, positions, base):

@@ -291,11 +291,6 @@ def to_double(weights):
     return leaves
 
 
-def assert_close(actual, wanted, limit, name, floor=0.0):
-    """Assert that the error is at most `limit` times the wanted norm, or `floor`."""
-    assert_within(actual, wanted, limit * max(wanted.norm().item(), floor), name)
-
-
 def assert_within(actual, wanted, limit, name):
     """Assert that the norm of the error is at most `limit`."""
     error = (actual - wanted).double().norm().item()
@@ -393,7 +388,9 @@ def compare(config, recorder, lines):
         for name, tensor in evaluations[-1][1].weights.items():
             if tensor.is_floating_point():
                 corrected = mean[name] / (1 - decay**optimizer.n_step)
-                assert_close(tensor, corrected, 1e-6, f"mean {name}", 1e-9)
+                assert_within(
+                    tensor, corrected, 1e-6 * corrected.norm().item() + 1e-15, f"mean {name}"
+                )
 
 
 def compare_evaluations(config, evaluations, lines):
@@ -469,8 +466,8 @@ def compare_updates(config, optimizer, step, after, rate, line):
         moved = tensor - before[name]
         found = after[name].double() - before[name]
         # a weight is rounded to float32, and its change with it
-        floor = 1e-3 * before[name].norm().item()
-        assert_close(found, moved, 1e-3, name, floor)
+        limit = 1e-3 * max(moved.norm().item(), 1e-3 * before[name].norm().item())
+        assert_within(found, moved, limit, name)
         assert ratio or torch.equal(after[name].double(), before[name]), name
 
 
