@@ -12,7 +12,7 @@ import pytest
 import torch
 from corpora import jsonl, write_ids
 from numerics import SEED, tolerance
-from runs import largest_file, read_tables
+from runs import change_facts, largest_file, read_tables
 from runs import run as train_run
 
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
@@ -20,10 +20,8 @@ from eval import scoring, val_loss
 from eval.trained import load_model
 from eval.val_loss import main
 from report.compare import clustered
-from runtime import checkpoint
 from runtime.folder import path_of
 from runtime.metrics import ARRAYS, read_metrics
-from runtime.runs import format_manifest
 
 EOT = 256
 TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, the last one short
@@ -82,19 +80,16 @@ def assert_values(line, wanted):
 
 @pytest.mark.numerics
 def test_loss_equals_the_logged_one(dense_run, score):
-    steps = {}
-    for line in read_metrics(dense_run / "metrics.jsonl", ARRAYS):
-        if "val/loss" in line:
-            steps[line["step"]] = line
+    lines = read_metrics(dense_run / "metrics.jsonl", ARRAYS)
+    logged = {line["step"]: line for line in lines if "val/loss" in line}
     for step in (2, 4):
         (line,), _ = score("--checkpoint", step, step=step)
-        losses = np.array(steps[step]["val/window_losses"])
+        losses = np.array(logged[step]["val/window_losses"])
+        loss, low, high, *_ = clustered(losses, logged[step]["val/window_documents"])
         counts = {"windows": 6, "tokens": 6 * 32, "split": "val", "step": step}
-        mean = losses.mean()
-        assert_values(line, counts | {"loss": mean, "perplexity": math.exp(mean)})
-        wanted = clustered(losses, steps[step]["val/window_documents"])
-        assert [line["low"], line["high"]] == pytest.approx(wanted[1:3], rel=1e-3)
-    assert abs(steps[2]["val/loss"] - steps[4]["val/loss"]) > 1e-3  # so the checkpoint matters
+        assert_values(line, counts | {"loss": loss, "perplexity": math.exp(loss)})
+        assert [line["low"], line["high"]] == pytest.approx([low, high], rel=1e-3)
+    assert abs(logged[2]["val/loss"] - logged[4]["val/loss"]) > 1e-3  # so the checkpoint matters
     assert main([str(dense_run)]) == 0  # the last by default, and results are added
     assert (dense_run / "eval/step_00000004/val_loss.json").read_text().count("\n") == 2
 
@@ -104,23 +99,21 @@ def test_loss_equals_the_logged_one(dense_run, score):
 def test_text_is_scored_as_defined(dense_run, score, tmp_path, monkeypatch, stride, at_once):
     monkeypatch.setattr(val_loss, "Scorer", partial(scoring.Scorer, tokens=at_once))
     texts = [TEXT, "x", " \n", "kestrels dance", "é" * 20]
-    files = {tmp_path / "many.jsonl": jsonl(texts), tmp_path / "1.txt.gz": gzip.compress(b"a bee")}
-    for file, content in files.items():
-        file.write_bytes(content)
+    (many := tmp_path / "many.jsonl").write_bytes(jsonl(texts))
+    (one := tmp_path / "1.txt.gz").write_bytes(gzip.compress(b"a bee"))
     texts.remove(" \n")
-    lines, printed = score("--data", *files, *([] if stride is None else ["--stride", stride]))
+    lines, printed = score("--data", many, one, *(["--stride", stride] if stride else []))
     model = load_model(dense_run).model
-    for line, row, documents in zip(
-        lines, read_tables(printed)[0], (texts, ["a bee"]), strict=True
-    ):
+    rows = read_tables(printed)[0]
+    for line, row, documents in zip(lines, rows, (texts, ["a bee"]), strict=True):
         nats = by_hand(model, [[EOT, *text.encode()] for text in documents], 32, stride or 32)
         size = len("".join(documents).encode())
         wanted = {"tokens": size, "bytes": size, "split": "", "stride": stride}
         wanted |= {"loss": np.mean(nats), "bits_per_byte": sum(nats) / math.log(2) / size}
         assert_values(line, wanted)
-        assert len(nats) == size and (row["run"], row["data"]) == (str(dense_run), line["data"])
-        shown = [row["loss, nats per token"], row["bits per byte"]]
-        assert shown == [f"{line[key]:.4f}" for key in ("loss", "bits_per_byte")]
+        shown = [row[key] for key in ("run", "data", "loss, nats per token", "bits per byte")]
+        numbers = [f"{line[key]:.4f}" for key in ("loss", "bits_per_byte")]
+        assert len(nats) == size and shown == [str(dense_run), line["data"], *numbers]
     many, one = lines
     assert many["low"] < many["loss"] < many["high"]
     assert one["low"] is one["high"] is None  # of one window
@@ -133,8 +126,7 @@ def test_windows_overlap_from_the_start_of_a_set(dense_run, score, corpus):
     (line,), _ = score("--stride", 20, "--windows", 3)
     ids = tokens[: 32 + 2 * 20 + 1]
     nats = by_hand(load_model(dense_run).model, [ids], 32, 20)
-    wanted = {"windows": 3, "tokens": len(ids) - 1, "stride": 20, "loss": np.mean(nats)}
-    assert_values(line, wanted)
+    assert_values(line, {"windows": 3, "tokens": len(ids) - 1, "loss": np.mean(nats)})
     assert EOT not in ids and line["low"] < line["loss"] < line["high"]  # over its windows
     (line,), _ = score("--stride", 32, "--windows", "all")
     # the whole split, its last tokens too
@@ -153,20 +145,16 @@ def test_losses_of_two_runs_are_paired_by_document(dense_run, module_tiny, tmp_p
     file = tmp_path / "many.jsonl"
     file.write_bytes(jsonl(texts))
     printed = call(main, dense_run, other, "--data", file, "--stride", 8)
-    first, second = (load_model(run).model for run in (dense_run, other))
-    nats = []
-    owners = []  # the document of each
-    for number, text in enumerate(texts):
-        documents = [[EOT, *text.encode()]]
-        own = np.subtract(by_hand(second, documents, 32, 8), by_hand(first, documents, 32, 8))
-        nats.extend(own)
-        owners.extend([number] * len(own))
-    wanted = clustered(nats, owners)[:3]
+    documents = [[EOT, *text.encode()] for text in texts]
+    first, second = (by_hand(load_model(run).model, documents, 32, 8) for run in (dense_run, other))
+    owners = np.repeat(range(4), [len(text.encode()) for text in texts])  # the document of each
+    wanted = clustered(np.subtract(second, first), owners)[:3]
     (rows,) = read_tables(printed)
-    assert rows[0]["minus the first's, 95%"] == "-"
-    said = re.findall(r"[+-]\d+\.\d+", rows[1]["minus the first's, 95%"])
+    differences = [row["minus the first's, 95%"] for row in rows]
+    said = re.findall(r"[+-]\d+\.\d+", differences[1])
     assert [float(text) for text in said] == pytest.approx(wanted, abs=2e-4)
-    assert abs(wanted[0]) > 1e-3 and [row["run"] for row in rows] == [str(dense_run), str(other)]
+    assert differences[0] == "-" and abs(wanted[0]) > 1e-3
+    assert [row["run"] for row in rows] == [str(dense_run), str(other)]
 
 
 def test_a_set_here_is_first_and_a_changed_one_is_said(
@@ -223,13 +211,11 @@ def faulty(dense_run, module_tiny, tmp_path_factory, fake_ranks):
     write_set(folder / "damaged", ByteTokenizer())
     (folder / "damaged/val-00000.bin").write_bytes(b"y\0" * 99)
     train_run(config := module_tiny("model.router=dense", "run.name=short", "model.block_size=16"))
-    file = shutil.copytree(path_of(config), folder / "short") / "config.toml"
-    manifest = shutil.copytree(dense_run, folder / "elsewhere") / "checkpoints/step_00000004"
-    body = checkpoint.read_manifest(manifest)
-    body["facts"]["data"] = "0" * 64
-    (manifest / checkpoint.MANIFEST).write_text(format_manifest(body))
-    moved = shutil.copytree(path_of(config), folder / "moved") / "config.toml"
-    moved.write_text(file.read_text().replace(config.data.dir, str(folder / "gone")))
+    shutil.copytree(path_of(config), folder / "short")
+    path = shutil.copytree(dense_run, folder / "elsewhere") / "checkpoints/step_00000004"
+    change_facts(path, lambda facts: facts.update(data="0" * 64))
+    file = shutil.copytree(path_of(config), folder / "moved") / "config.toml"
+    file.write_text(file.read_text().replace(config.data.dir, str(folder / "gone")))
     return folder
 
 
