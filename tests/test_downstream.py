@@ -4,21 +4,20 @@ own client and command.
 
 import json
 import math
-import random
 import re
 import shutil
 import statistics
+import sys
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import lm_eval
 import pytest
 import torch
-from conftest import WORDS as BASIC
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
-from numerics import SEED
 from runs import (
     ALONE,
     REPO_ROOT,
@@ -31,6 +30,7 @@ from runs import (
     start_ranks,
     wait_for_ranks,
 )
+from runs import run as train_run
 from scipy import stats
 from test_generation import small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,7 +48,12 @@ from runtime import RankError, RunError
 from runtime.folder import path_of
 from runtime.launch import Stop
 
-DENSE = {"model.router": "dense", "model.pos": "learned"}
+LONG = [
+    "model.block_size=64",
+    "optim.lr=0.05",
+    "train.checkpoint_interval=2",
+    "train.keep_checkpoints=9",
+]
 
 
 def ask(client, kind, arguments):
@@ -58,22 +63,19 @@ def ask(client, kind, arguments):
     return getattr(client, kind)(requests, disable_tqdm=True)
 
 
-WORDS = [*BASIC, "\u00e9t\u00e9", "\U0001f41d"]
-
-
-def words(rng, count):
-    return " ".join(rng.choice(WORDS) for _ in range(count))
-
-
 @pytest.fixture(scope="module")
 def clients(finished, tmp_path_factory):
     """The harness' own client of an export, and ours, in fp64: rounding decides no greedy answer.
 
     Ours has batches of few tokens.
     """
-    theirs = load_export(finished, tmp_path_factory.mktemp("export"))
-    theirs.model.double()
+    folder = tmp_path_factory.mktemp("clients")
     trained, tokenizer = load_run(finished)
+    export_run(trained, tokenizer, folder / "export")
+    with modules_in(folder / "modules"):
+        model = AutoModelForCausalLM.from_pretrained(folder / "export", trust_remote_code=True)
+    read = AutoTokenizer.from_pretrained(folder / "export")
+    theirs = HFLM(model.eval().double(), tokenizer=read, batch_size=4, max_length=64)
     return theirs, Adapter(Scorer(trained.model.double(), tokens=200), tokenizer)
 
 
@@ -83,19 +85,14 @@ def test_loglikelihoods_equal_hflms(clients):
     next token.
     """
     theirs, ours = clients
-    rng = random.Random(SEED)
-    pairs = []
-    for _ in range(40):
-        context = words(rng, rng.randint(1, 20))
-        pairs.append((context, " " + words(rng, rng.randint(1, 2))))
-        logits = theirs.model(torch.tensor([list(context.encode())[-64:]])).logits
-        best = logits[0, -1].argmax().item()
-        if 33 <= best < 127:
-            pairs.append((context, chr(best)))
-            pairs.append((context, chr(best) + " or not"))
-    pairs += [(context, f" {letter}") for context, _ in pairs[:9] for letter in "abcd"]
-    pairs += [("", "maps"), ("", " a"), ("in june ", "bees")]
-    pairs += [("x" * 80, "y" * 64), ("so", "y" * 63), pairs[0]]
+    text = "the b\u00e9e in june \U0001f41d learns maps of fields"
+    pairs = [("", "maps"), ("", " a"), ("x" * 80, "y" * 64), ("so", "y" * 63)]
+    for stop in range(1, len(text)):
+        context = text[:stop]
+        logits = theirs.model(torch.tensor([list(context.encode())])).logits
+        best = chr(logits[0, -1].argmax())
+        answers = [" a", f" {context}", best, f"{best} or not"]
+        pairs += [(context, answer) for answer in answers]
     got, wanted = (
         list(zip(*ask(client, "loglikelihood", pairs), strict=True)) for client in (ours, theirs)
     )
@@ -142,14 +139,7 @@ def write_tasks(path, count=6):
 @pytest.fixture(scope="module")
 def finished(module_tiny):
     """A finished run of 4 steps, whose block holds the documents above."""
-    sizes = [
-        "model.block_size=64",
-        "optim.lr=0.05",
-        "train.checkpoint_interval=2",
-        "train.keep_checkpoints=3",
-        "train.ema_decay=0.5",
-    ]
-    train.train(config := module_tiny(*sizes))
+    train.train(config := module_tiny(*LONG, "train.ema_decay=0.5"))
     return path_of(config)
 
 
@@ -174,53 +164,41 @@ def scores_of(report):
     return scores
 
 
-def load_export(run, folder):
-    """The harness' own client of an export of a run."""
-    export = folder / f"export-{run.name}"
-    export_run(*load_run(run), export)
-    with modules_in(folder / "modules"):
-        model = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(export)
-    return HFLM(model, tokenizer=tokenizer, batch_size=4, max_length=64)
-
-
-# Of each task: what the harness asks of document i of DOCUMENTS for its right answer, that answer,
-# its place.
+# Of each task: the place of its right answer, and what the harness scores as this
 RIGHT = {
-    "arc_easy": ("Question: Q{i}?\nAnswer:", " bé", 1),  # of more bytes than characters
-    "arc_challenge": ("Question: R{i}?\nAnswer:", " z", 2),
-    "hellaswag": ("Hop: He{i} He", " is.", 1),
-    "piqa": ("Question: Go {i}\nAnswer:", " walk", 0),
-    "sciq": ("S\nQuestion: T{i}?\nAnswer:", " i", 3),
-    "winogrande": ("A{i} d", " b", 1),
+    "arc_easy": (1, " bé"),  # of more bytes than characters
+    "arc_challenge": (2, " z"),
+    "hellaswag": (1, " is."),
+    "piqa": (0, " walk"),
+    "sciq": (3, " i"),
+    "winogrande": (1, " b"),
 }
 
 
 @pytest.mark.numerics
-def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
+def test_six_tasks_score_as_hflm_scores_the_export(run, clients, tmp_path, capsys):
     """Accuracies, and bits per byte of the right answers, by lm-evaluation-harness' own client."""
     run = run.rename(tmp_path / "runs/kern")
     folder = write_tasks(tmp_path / "tasks")
     assert call(run, "--tasks-dir", folder, "--limit", 4) == 0
     report, out = results(run, "step_00000004_limit4"), capsys.readouterr().out
-    assert list(report["tasks"]) == list(tasks.TASKS) and report["step"] == 4
+    assert (report["step"], report["key"]["dtype"]) == (4, "float32")
     scores = scores_of(report)
     mean = statistics.fmean(values["acc"] for values in scores.values())
     table = (run / "eval/step_00000004_limit4/table.md").read_text()
     assert f"| average |  | {mean:.4f} |  |  | 0.3333 |  |" in table
     assert re.search(rf"^average +{mean:.4f} +0.3333$", out, re.M)
-    client = load_export(run, tmp_path)
     manager = tasks.build_task_manager(RIGHT)
     specs = [tasks.write_task_spec(manager, name, folder, tmp_path) for name in RIGHT]
     theirs = lm_eval.simple_evaluate(
-        client, tasks=specs, task_manager=manager, bootstrap_iters=1000, limit=4
+        clients[0], tasks=specs, task_manager=manager, bootstrap_iters=1000, limit=4
     )
-    for name, (context, answer, place) in RIGHT.items():
-        samples = theirs["samples"][name]
-        asked = [(context.replace("{i}", str(i)), answer) for i in range(4)]
-        assert [sample["arguments"][place] for sample in samples] == asked
-        nats = [sample["resps"][place][0][0] for sample in samples]
-        bits = [-nat / math.log(2) / len(answer.encode()) for nat in nats]
+    for name, (place, answer) in RIGHT.items():
+        bits = []
+        for sample in theirs["samples"][name]:
+            assert sample["arguments"][place][1] == answer
+            nats = -sample["resps"][place][0][0]
+            bits.append(nats / math.log(2) / len(answer.encode()))
         wanted = {"documents": 4, "bits_per_byte": statistics.fmean(bits)}
         wanted["bits_per_byte_stderr"] = statistics.stdev(bits) / 2
         for key, value in theirs["results"][name].items():
@@ -237,37 +215,34 @@ def test_runs_are_compared_by_document(run, tmp_path, capsys):
     assert call(run, other, "--tasks-dir", folder, "--tasks", "piqa", "sciq") == 0
     (rows,) = read_tables(capsys.readouterr().out)
     reports = [results(run), results(other, "step_00000002")]
-    wanted = []
-    for task in ("piqa", "sciq"):
-        for metric in ("acc", "acc_norm", "bits_per_byte"):
-            first, second = (report["tasks"][task]["values"][task][metric] for report in reports)
-            means = [statistics.fmean(first), statistics.fmean(second)]
-            assert means == pytest.approx([scores_of(report)[task][metric] for report in reports])
+    for row in rows:
+        task, metric, *shown = row.values()
+        first, second = (report["tasks"][task]["values"][task][metric] for report in reports)
+        means = [statistics.fmean(first), statistics.fmean(second)]
+        assert means == pytest.approx([scores_of(report)[task][metric] for report in reports])
+        assert shown[:3] == ["6", *(f"{mean:.4f}" for mean in means)]
+        if metric == "bits_per_byte":  # the values of other metrics may be equal
             low, high = stats.ttest_rel(second, first).confidence_interval()
-            difference = f"{means[1] - means[0]:+.4f} [{low:+.4f}, {high:+.4f}]"
-            wanted.append([task, metric, "6", *(f"{mean:.4f}" for mean in means), difference])
-    assert [list(row.values())[:5] for row in rows] == [row[:5] for row in wanted]
-    bits = [2, 5]  # the values of other metrics may be equal
-    assert [list(rows[i].values())[5] for i in bits] == [wanted[i][5] for i in bits]
+            assert shown[3] == f"{means[1] - means[0]:+.4f} [{low:+.4f}, {high:+.4f}]"
+    of_tasks = [(row["task"], row["metric"]) for row in rows]
+    assert of_tasks == list(product(("piqa", "sciq"), downstream.METRICS))
 
 
 @pytest.fixture
 def evaluated(monkeypatch):
-    """The tasks that are evaluated, each time; results are made up: accuracy 0.5 and the number of
-    lines.
+    """The `names` of tasks that are evaluated, each time, and what happens `meanwhile`, {name:
+    function}; results are made up.
     """
-    names = []
+    record = SimpleNamespace(names=[], meanwhile={})
 
-    def score(name, file, *given, **options):
-        names.append(name)
-        return {name: {"acc": 0.5, "documents": len(file.open().readlines())}}, {name: {}}
-
-    def files(manager, names, folder, scratch):
-        return {name: tasks.local_file(folder, name) for name in names}
+    def score(name, *given):
+        record.names.append(name)
+        record.meanwhile.pop(name, int)()
+        return {name: {"acc": 0.5}}, {name: {}}
 
     monkeypatch.setattr(downstream, "score_task", score)
-    monkeypatch.setattr(downstream, "load_tasks", files)
-    return names
+    monkeypatch.setattr(downstream, "load_tasks", lambda manager, names, *_: dict.fromkeys(names))
+    return record
 
 
 def test_finished_tasks_are_skipped_unless_their_file_changed(
@@ -276,28 +251,19 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(
     """Also after a kill, and what another command has done meanwhile."""
     folder = write_tasks(tmp_path / "tasks")
     other = write_tasks(tmp_path / "other", 2)
-    evaluate = downstream.score_task
-
-    def interrupted(name, *given, **options):
-        if name == "arc_challenge":
-            monkeypatch.setattr(downstream, "score_task", evaluate)
-            assert call(run, "--tasks-dir", folder, "--tasks", "winogrande") == 0
-            monkeypatch.setattr(downstream, "score_task", interrupted)
-        if name == "piqa":
-            raise KeyboardInterrupt
-        return evaluate(name, *given, **options)
-
-    monkeypatch.setattr(downstream, "score_task", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    evaluated.meanwhile = {
+        "arc_challenge": partial(call, run, "--tasks-dir", folder, "--tasks", "winogrande"),
+        "piqa": sys.exit,
+    }
+    with pytest.raises(SystemExit):
         call(run, "--tasks-dir", folder)
-    monkeypatch.setattr(downstream, "score_task", evaluate)
 
     def score_again(tasks_dir, *names, count):
         """Evaluates `count` tasks, of the six by default."""
-        evaluated.clear()
+        evaluated.names.clear()
         names = names or DOCUMENTS
         assert call(run, run, "--tasks-dir", tasks_dir, "--tasks", *names) == 0
-        assert len(evaluated) == count
+        assert len(evaluated.names) == count
         return capsys.readouterr()
 
     said = "done already: arc_easy, arc_challenge, hellaswag, winogrande ("
@@ -318,22 +284,20 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(
 
 
 LABELS = {
-    "step_00000002": ["--checkpoint", 2],
-    "step_00000004": [],
-    "step_00000004_1shot": ["--num-fewshot", 1],
-    "step_00000004_limit2": ["--limit", 2],
-    "step_00000004_ema": ["--ema"],
+    "step_00000002": "--checkpoint 2",
+    "step_00000004": "",
+    "step_00000004_1shot": "--num-fewshot 1",
+    "step_00000004_limit2": "--limit 2",
+    "step_00000004_ema": "--ema",
 }
 
 
 def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluated):
     folder, weights = write_tasks(tmp_path / "tasks", 2), []
-    for label, more in LABELS.items():
-        assert call(run, "--tasks-dir", folder, "--tasks", "sciq", *more) == 0
-        report = results(run, label)
-        assert (report["step"], report["key"]["dtype"]) == (int(label[5:13]), "float32")
-        weights.append(report["key"]["weights"])
-    assert len(evaluated) == len(list((run / "eval").iterdir())) == len(LABELS)
+    for label, words in LABELS.items():
+        assert call(run, "--tasks-dir", folder, "--tasks", "sciq", *words.split()) == 0
+        weights.append(results(run, label)["key"]["weights"])
+    assert len(evaluated.names) == len(LABELS)
     first, *last = weights
     assert len(set(last)) == 1 and first not in last  # of one checkpoint, and of another
 
@@ -390,27 +354,35 @@ def test_errors_name_the_input(finished, tmp_path, capsys, offline, few_tasks, w
 def test_table_of_results():
     """Each score in its column, the mean of acc, the paper's figures where it has them."""
     config = configure.load(REPO_ROOT / "config/125m.toml", ["model.router=kern"])
-    same = {"acc_stderr": 0.01, "acc_norm": 0.9, "acc_norm_stderr": 0.02, "documents": 7}
-    same |= {"bits_per_byte": 1.5, "bits_per_byte_stderr": 0.25}
-    six = {task: same | {"acc": 0.1 * i} for i, task in enumerate(tasks.TASKS)}
+    same = {"acc_stderr": 0.01, "acc_norm": 0.9, "documents": 7, "bits_per_byte": 1.5}
+    scores = {task: same | {"acc": 0.1 * i} for i, task in enumerate(tasks.TASKS)}
+    scores["text"] = {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}
+    scores["group"] = {"acc": 0.5, "documents": None}
 
-    def tabulate(results):
-        return downstream.tabulate_results({"all": {"results": results}}, config)
+    def tabulate():
+        return downstream.tabulate_results({"all": {"results": scores}}, config)
 
-    head, rows = tabulate(six)
-    assert head[2:] == ["acc", "acc_norm", "bits_per_byte", "chance", "paper"]
-    scores = ["0.3000 (SE 0.0100)", "0.9000 (SE 0.0200)", "1.5000 (SE 0.2500)"]
-    assert rows[3] == ["piqa", "7", *scores, "0.5000", "0.7089"]
-    assert rows[6] == ["average", "", "0.2500", "", "", "0.3333", "0.5214"]
+    head, rows = tabulate()
+    assert head[2:] == ["acc", "acc_norm", "bits_per_byte", "nll", "chance", "paper"]
+    assert rows[3] == [
+        "piqa",
+        "7",
+        "0.3000 (SE 0.0100)",
+        "0.9000",
+        "1.5000",
+        "",
+        "0.5000",
+        "0.7089",
+    ]
     chances = [task.chance for task in tasks.TASKS.values()]
     assert statistics.fmean(chances) == pytest.approx(1 / 3)
-    del six["sciq"]
-    assert len(tabulate(six)[1]) == 5  # no average of five
-    group = {"acc": 0.5, "documents": None}
-    head, rows = tabulate({"text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}, "all": group})
-    assert head[4:6] == ["bits_per_byte", "nll"]
-    assert rows[0] == ["text", "3", "", "", "", "1.0000 (SE 0.1000)", "", ""]
-    assert rows[1][:3] == ["all", "", "0.5000"]
+    assert rows[6:] == [
+        ["average", "", "0.2500", "", "", "", "0.3333", "0.5214"],
+        ["text", "3", "", "", "", "1.0000 (SE 0.1000)", "", ""],
+        ["group", "", "0.5000", "", "", "", "", ""],
+    ]
+    del scores["sciq"]
+    assert len(tabulate()[1]) == 7  # no average of five
 
 
 @pytest.mark.parametrize(
@@ -448,28 +420,24 @@ def test_bits_of_answers_that_are_several_or_none(target, kind, wanted):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("pos", ["rope", "learned"])
-@pytest.mark.parametrize("tokens", [1, 9999])
-def test_answers_longer_than_the_block_are_scored_in_pieces(pos, tokens):
-    """17 tokens: pieces of 8, 8 and 1, each after what is before it. All are the likeliest ones but
-    the last, which is or is not.
+def test_answers_longer_than_the_block_are_scored_in_pieces():
+    """17 tokens: pieces of 8, 8 and 1, each after what is before it. All are the likeliest ones,
+    but the last of another answer.
     """
-    model = small_model(**{"model.pos": pos}).double()
-    context = list(range(5))
-    scorer = Scorer(model, tokens=tokens)
-    for last in (0, 1):
-        ids = list(context)
-        nats = 0.0
-        for position in range(17):
-            stop = min(8 * (position // 8) + 8, 17) + len(context)
-            with torch.no_grad():
-                logits = model(torch.tensor([ids[max(0, stop - 17) :]])).logits[0, -1]
-            ids.append(logits.topk(2).indices[last if position == 16 else 0].item())
-            nats += logits.log_softmax(-1)[ids[-1]].item()
-        short = (context, [7, 8])
-        whole, other = scorer.score([(context, ids[5:]), short])
-        assert whole.loglikelihood == pytest.approx(nats)
-        assert whole.greedy == (last == 0) and other == scorer.score([short])[0]
+    model = small_model(**{"model.pos": "learned"}).double()
+    ids = list(range(5))
+    nats = 0.0
+    for stop in [13] * 8 + [21] * 8 + [22]:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[max(0, stop - 17) :]])).logits[0, -1]
+        nats += logits.log_softmax(-1).max().item()
+        ids.append(logits.argmax().item())
+    answers = [ids[5:], [*ids[5:-1], ids[-1] ^ 1], [7, 8]]
+    pairs = [(ids[:5], answer) for answer in answers]
+    for tokens in (1, 9999):
+        likely, other, short = Scorer(model, tokens=tokens).score(pairs)
+        assert likely == (pytest.approx(nats), True) and not other.greedy
+        assert [short] == Scorer(model).score(pairs[2:])
 
 
 class Recorder(LM):
@@ -523,22 +491,9 @@ def test_a_cpu_scores_in_float32_whatever_the_run_trained_in(tiny):
 
 
 # ---- eval/in_loop.py: scores while a run trains
-LONG = [
-    "model.block_size=64",
-    "optim.lr=0.05",
-    "train.checkpoint_interval=2",
-    "train.keep_checkpoints=9",
-]
-
-
 @pytest.fixture
 def folder(tmp_path):
     return write_tasks(tmp_path / "tasks", 5)
-
-
-def run_with_tasks(config):
-    train.train(config)
-    return metrics(config)
 
 
 def scored(folder, names=DOCUMENTS, *more):
@@ -547,28 +502,33 @@ def scored(folder, names=DOCUMENTS, *more):
 
 def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder):
     own = [*LONG, "model.dropout=0.1", "eval.interval=1", "train.max_steps=5"]
-    names = ["sciq", "winogrande", "hellaswag"]
+    names = ["sciq", "hellaswag"]
     config = tiny(*own, *scored(folder, names, "eval.task_interval=2"))
-    with_scores = [line for line in run_with_tasks(config) if "tasks/sciq/acc" in line]
+    with_scores = [line for line in train_run(config) if "tasks/sciq/acc" in line]
     assert [line["step"] for line in with_scores] == [0, 2, 4, 5]  # the last step, too
     words = [path_of(config), "--tasks-dir", folder, "--tasks", *names]
     for line in with_scores[1:]:
         assert call(*words, "--checkpoint", line["step"]) == 0
-        wanted = {}
-        for task, values in scores_of(results(path_of(config), f"step_{line['step']:08}")).items():
-            for key, value in values.items():
-                if "stderr" not in key:
-                    wanted[f"tasks/{task}/{key}"] = value
+        wanted = as_logged(path_of(config), f"step_{line['step']:08}")
         assert {key: value for key, value in line.items() if key.startswith("tasks/")} == wanted
         assert {"tasks/sciq/bits_per_byte", "tasks/hellaswag/acc_norm"} <= wanted.keys()
     bits = column(with_scores, "tasks/sciq/bits_per_byte")
     assert len(set(bits)) == 4 and min(bits) > 0
-    alone = tiny(*own, "run.name=alone")
-    run_with_tasks(alone)
+    train_run(alone := tiny(*own, "run.name=alone"))
     one, other = end(config), end(alone)
     assert one.tensors == other.tensors and one.facts == other.facts
     for line, plain in zip(one.lines, other.lines, strict=True):
         assert plain.items() <= line.items()
+
+
+def as_logged(run, label):
+    """The scores of eval.downstream by the names in metrics.jsonl."""
+    wanted = {}
+    for task, values in scores_of(results(run, label)).items():
+        for key, value in values.items():
+            if "stderr" not in key:
+                wanted[f"tasks/{task}/{key}"] = value
+    return wanted
 
 
 def be_a_rank(file, folder):
@@ -584,12 +544,10 @@ def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, fold
     wait_for_ranks(start_ranks(2, be_a_rank, tiny_file, folder), 300)
     for parallel in ("ddp", "fsdp"):
         config = tiny(*LONG, f"run.dir={tiny_file.parent / parallel}")
-        line = metrics(config)[-1]
         words = ["--tasks-dir", folder, "--tasks", "sciq", "piqa"]
         assert call(path_of(config), *words) == 0
-        for task, values in scores_of(results(path_of(config))).items():
-            for key in ("acc", "bits_per_byte"):
-                assert line[f"tasks/{task}/{key}"] == values[key], (parallel, task, key)
+        wanted = as_logged(path_of(config), "step_00000004")
+        assert len(wanted) == 8 and wanted.items() <= metrics(config)[-1].items(), parallel
 
 
 def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch, few_tasks):
@@ -627,7 +585,6 @@ def test_scores_end_once_asked_to_stop(tiny, folder, monkeypatch):
         batches.append(1)
         return make_batch(pieces)
 
-    assert set(scores(model, 0, ALONE, stop)) >= {"tasks/piqa/acc"} and model.training
     monkeypatch.setattr(scoring, "make_batch", stop_after_a_batch)
     monkeypatch.setattr("eval.in_loop.Scorer", partial(Scorer, tokens=64))
     assert scores(model, 0, ALONE, stop) is None and model.training and len(batches) == 1
