@@ -1,6 +1,5 @@
 """eval/generation.py with scripts/sample.py, and eval/trained.py: by hand, and as commands."""
 
-import json
 import shutil
 
 import pytest
@@ -121,29 +120,16 @@ def trained(module_tiny):
     return path_of(config)
 
 
-# arguments of the command; the checkpoint, and the options of generate_text that give the same
-SAMPLES = {
-    "--seed 1": (8, {"seed": 1}),
-    "--seed 2": (8, {"seed": 2}),
-    "--seed 1 --checkpoint 2": (2, {"seed": 1}),
-    "--seed 1 --temperature 0": (8, {"temperature": 0}),
-    "--seed 2 --top-k 1": (8, {"temperature": 0}),
-}
-
-
 def test_sample_prints_what_generate_text_returns(trained, call):
-    printed = []
-    for words, (step, options) in SAMPLES.items():
-        run, tokenizer = load_run(trained, step)
-        wanted = ""
-        for prompt in ("a bee ", "maps"):
-            text = generation.generate_text(run.model, tokenizer, prompt, 20, **options)
-            wanted += f"{text}\n"
-        words = ["--prompt", "a bee ", "maps", "--tokens", 20, *words.split()]
-        printed.append(call(sample.main, trained, *words))
-        assert printed[-1] == wanted and wanted.startswith("a bee ")
-    assert len(set(printed)) == 4  # two are greedy
-    assert generation.generate_text(run.model, tokenizer, "a bee ", tokens=0) == "a bee "
+    model, tokenizer = load_run(trained, 2)[0].model, ByteTokenizer()
+    wanted = ""
+    for prompt in ("a bee ", "maps"):
+        text = generation.generate_text(model, tokenizer, prompt, 20, seed=1, temperature=0.7)
+        wanted += f"{text}\n"
+    words = ["--prompt", "a bee ", "maps", "--tokens", 20, "--seed", 1, "--temperature", 0.7]
+    assert call(sample.main, trained, *words, "--checkpoint", 2) == wanted
+    assert call(sample.main, trained, *words) != wanted and wanted.startswith("a bee ")
+    assert generation.generate_text(model, tokenizer, "a bee ", tokens=0) == "a bee "
 
 
 def test_sample_prints_characters_at_once(trained, capsys, monkeypatch):
@@ -169,10 +155,10 @@ def test_sample_prints_characters_at_once(trained, capsys, monkeypatch):
     assert speed.startswith("8 tokens, ")
     assert "".join(sample_tokens("é".encode(), "--prompt", "a\ufffd")[:-1]) == "a\ufffdé"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    words = ["--ignore-end", "--tokens", "7", "--seed", "9", "--top-k", "5"]
-    assert "".join(sample_tokens([97, 0x1B, 10], *words)[:-1]) == "a\\x1b\n"
+    words = "--ignore-end --tokens 7 --seed 9 --temperature 0.5 --top-k 5 --top-p 0.9"
+    assert "".join(sample_tokens([97, 0x1B, 10], *words.split())[:-1]) == "a\\x1b\n"
     assert asked[0] == ([256, *"à".encode()], 400, (0.8, 0, 1.0), 0, 257, 256)
-    assert asked[2] == ([256], 7, (0.8, 5, 1.0), 9, 257, None)
+    assert asked[2] == ([256], 7, (0.5, 5, 0.9), 9, 257, None)
 
 
 SAMPLE_ERRORS = {
@@ -237,9 +223,7 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
     test_mixture.py.
     """
     trained, tokenizer = load_run(run)
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines()[1:])  # after the id
-    assert tokenizer.eot == 256
-    assert [line["step"] for line in trained.metrics] == [line["step"] for line in lines]
+    assert tokenizer.eot == 256 and trained.metrics[-1]["step"] == 8
     file = run / "config.toml"
     file.write_text(file.read_text().replace(corpus.as_posix(), (tmp_path / "gone").as_posix()))
     assert load_run(run)[1].eot == 256

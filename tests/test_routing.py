@@ -65,10 +65,8 @@ def test_counts_are_those_of_tables_of_choices(router, tiny, monkeypatch):
     idx, targets = (torch.from_numpy(part.copy()) for part in (tokens[:, :-1], tokens[:, 1:]))
     ids = idx.flatten().numpy()
     often = pd.Series(ids).value_counts()
-    least = int(often.median())
-    monkeypatch.setattr(routing, "MIN_COUNT", least)
-    common = often[often >= least]
-    assert len(often) > len(common) > 5
+    monkeypatch.setattr(routing, "MIN_COUNT", often.iloc[5])
+    common = often[often >= often.iloc[5]].index
     trace = traces.trace_windows(model, tokens)
     with torch.no_grad(), traces.record_decisions(model) as decisions:
         losses = model(idx, targets).losses
@@ -87,8 +85,7 @@ def test_counts_are_those_of_tables_of_choices(router, tiny, monkeypatch):
         strongest = [loads.drop(expert).max() for expert in range(8)]
         entropy = stats.entropy(decided.scores.clamp_min(0), axis=1)  # NaN of scores that are 0
         wanted = {
-            "load_imbalance": loads.max() / loads.mean(),
-            "dead_experts": (loads == 0).sum(),
+            "loads": loads.tolist(),
             "in_use": math.exp(stats.entropy(loads)),
             "per_token": math.exp(np.nan_to_num(entropy).mean()),
             "zero_gates": (decided.weights == 0).double().mean().item(),
@@ -97,10 +94,10 @@ def test_counts_are_those_of_tables_of_choices(router, tiny, monkeypatch):
         }
         for key in ("vocabulary", "vocabulary_by_chance"):
             most = pd.crosstab(choices[key], choices.expert).max(axis=1)
-            wanted[key] = (most / often)[common.index].mean()
+            wanted[key] = (most / often)[common].mean()
         layer = measure_layer(idx.numpy(), trace, number, 8)
-        assert layer.pop("loads") == loads.tolist()
-        assert layer == pytest.approx(wanted, rel=1e-5)
+        for key, value in wanted.items():
+            assert layer[key] == pytest.approx(value, rel=1e-5), key
 
 
 def test_chance_is_another_window_and_position():
@@ -108,23 +105,19 @@ def test_chance_is_another_window_and_position():
     y = routing.shuffled_baseline(x)
     assert sorted(y.ravel()) == x.ravel().tolist() and not (y // 32 == x // 32).any()
     assert (y % 32 == x % 32).mean() < 0.2
-    pairs = np.stack([x, x], 2)
-    assert routing.shuffled_baseline(pairs)[..., 1].tolist() == y.tolist()
 
 
 def test_choices_agree_under_any_numbers():
-    """Of three models: one, the same with other numbers of its experts, and an independent one."""
+    """With those of the same model, and of one with other numbers of its experts."""
     random = np.random.default_rng(SEED)
-    mine, independent = (random.random((12, 32, 8)).argsort(-1)[..., :2] for _ in range(2))
-    numbers = random.permutation(8)
-    others = (mine, numbers[mine], independent)
-    same, renumbered, apart = agreements = [compare_choices(mine, other, 8) for other in others]
+    mine = random.random((12, 32, 8)).argsort(-1)[..., :2]
+    others = (mine, random.permutation(8)[mine])
+    same, renumbered = agreements = [compare_choices(mine, other, 8) for other in others]
     assert same["same_number"] == same["matched"] == renumbered["matched"] == 1
-    assert renumbered["same_number"] == pytest.approx(np.mean(numbers[mine] == mine), abs=0.5)
+    assert renumbered["same_number"] < 1
     for agreement in agreements:
         assert 0.15 < agreement["same_number_by_chance"] < 0.35  # 2 of 8
         assert agreement["matched_by_chance"] < 0.5
-    assert apart["matched"] < 0.5
 
 
 COLUMNS = [
@@ -188,8 +181,6 @@ def test_a_text_goes_where_a_pass_over_its_document_sends_it(made):
     for layer, decided in enumerate(whole):
         assert torch.equal(experts[layer], decided.experts[1:6])
         assert_near(gates[layer], decided.weights[1:6].double(), NEAR, "gates")
-    with pytest.raises(ValueError, match="at most 32"):
-        route_text(trained.model, tokenizer, "x" * 32)
     with pytest.raises(ValueError, match="a dense model has no router"):
         route_text(load_model(made / "dense").model, tokenizer, "a")
 
@@ -225,19 +216,6 @@ def trace(made):
     return np.load(file)
 
 
-def hook_gates_by_hand(model, experts, name):
-    """Route by `experts` (L, N, K), with gates of GATES[name]."""
-    for chosen, router in zip(experts, traces.find_routers(model), strict=True):
-
-        def by_hand(module, inputs, routing, chosen=chosen):
-            s = routing.logits
-            gamma = 1 if module.gamma is None else module.gamma
-            gates = module.c * gamma * GATES[name](s, s.gather(1, chosen))
-            return routing._replace(experts=chosen, weights=gates)
-
-        router.register_forward_hook(by_hand)
-
-
 def test_trace_has_experts_gates_and_tokens_by_layer(made, trace):
     trained = load_model(made / "softmax")
     tokens = read_windows(open_tokens(trained.config.data.folders[0], "val"), 6)
@@ -263,7 +241,14 @@ def test_the_loop_in_the_documentation_replays(made, trace, monkeypatch):
     monkeypatch.chdir(made)
     exec(code.replace("runs/B", "softmax").replace("a.npz", "other.npz"), names := {})
     model = load_model(made / "softmax").model.requires_grad_(True)
-    hook_gates_by_hand(model, other, "softmax")
+    for chosen, router in zip(other, traces.find_routers(model), strict=True):
+
+        def by_hand(module, inputs, routing, chosen=chosen):
+            s = routing.logits
+            gates = module.c * GATES["softmax"](s, s.gather(1, chosen))
+            return routing._replace(experts=chosen, weights=gates)
+
+        router.register_forward_hook(by_hand)
     ids = torch.from_numpy(trace["tokens"]).long()
     model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()).loss.backward()
     wanted = dict(model.named_parameters())

@@ -90,34 +90,50 @@ def test_loss_equals_the_logged_one(dense_run, score):
         assert_values(line, counts | {"loss": loss, "perplexity": math.exp(loss)})
         assert [line["low"], line["high"]] == pytest.approx([low, high], rel=1e-3)
     assert abs(logged[2]["val/loss"] - logged[4]["val/loss"]) > 1e-3  # so the checkpoint matters
-    assert main([str(dense_run)]) == 0  # the last by default, and results are added
-    assert (dense_run / "eval/step_00000004/val_loss.json").read_text().count("\n") == 2
+
+
+@pytest.fixture(scope="module")
+def other_run(module_tiny):
+    own = ["model.router=dense", "run.name=other", "run.seed=5", "model.n_embd=32"]
+    train_run(config := module_tiny(*own))
+    return path_of(config)
 
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("stride, at_once", [(None, 8192), (8, 40)])
-def test_text_is_scored_as_defined(dense_run, score, tmp_path, monkeypatch, stride, at_once):
+def test_texts_are_scored_and_paired_as_defined(
+    dense_run, other_run, score, tmp_path, monkeypatch, stride, at_once
+):
+    """The losses of two runs by hand; their difference and its interval over documents."""
     monkeypatch.setattr(val_loss, "Scorer", partial(scoring.Scorer, tokens=at_once))
     texts = [TEXT, "x", " \n", "kestrels dance", "é" * 20]
-    (many := tmp_path / "many.jsonl").write_bytes(jsonl(texts))
     (one := tmp_path / "1.txt.gz").write_bytes(gzip.compress(b"a bee"))
+    (many := tmp_path / "many.jsonl").write_bytes(jsonl(texts))
     texts.remove(" \n")
-    lines, printed = score("--data", many, one, *(["--stride", stride] if stride else []))
-    model = load_model(dense_run).model
-    rows = read_tables(printed)[0]
-    for line, row, documents in zip(lines, rows, (texts, ["a bee"]), strict=True):
-        nats = by_hand(model, [[EOT, *text.encode()] for text in documents], 32, stride or 32)
+    own = ["--stride", stride] if stride else []
+    lines, printed = score(other_run, "--data", one, many, *own)
+    (rows,) = read_tables(printed)
+    models = [load_model(run).model for run in (dense_run, other_run)]
+    for line, row, documents in zip(lines, rows, (["a bee"], texts), strict=False):
+        ids = [[EOT, *text.encode()] for text in documents]
+        nats, others = (by_hand(model, ids, 32, stride or 32) for model in models)
         size = len("".join(documents).encode())
         wanted = {"tokens": size, "bytes": size, "split": "", "stride": stride}
         wanted |= {"loss": np.mean(nats), "bits_per_byte": sum(nats) / math.log(2) / size}
         assert_values(line, wanted)
-        shown = [row[key] for key in ("run", "data", "loss, nats per token", "bits per byte")]
-        numbers = [f"{line[key]:.4f}" for key in ("loss", "bits_per_byte")]
-        assert len(nats) == size and shown == [str(dense_run), line["data"], *numbers]
-    many, one = lines
+        shown = [row[key] for key in ("data", "loss, nats per token", "bits per byte")]
+        assert shown == [line["data"], *(f"{line[key]:.4f}" for key in ("loss", "bits_per_byte"))]
+    one, many = lines
     assert many["low"] < many["loss"] < many["high"]
     assert one["low"] is one["high"] is None  # of one window
     assert (many["windows"], one["windows"]) == (7 if stride is None else 10, 1)
+    owners = np.repeat(range(4), [len(text.encode()) for text in texts])  # the document of each
+    wanted = clustered(np.subtract(others, nats), owners)[:3]
+    differences = [row["minus the first's, 95%"] for row in rows]
+    said = re.findall(r"[+-]\d+\.\d+", differences[3])
+    assert [float(text) for text in said] == pytest.approx(wanted, abs=2e-4)
+    assert differences[0] == "-" and abs(wanted[0]) > 1e-3
+    assert [row["run"] for row in rows] == [str(dense_run)] * 2 + [str(other_run)] * 2
 
 
 @pytest.mark.numerics
@@ -134,27 +150,6 @@ def test_windows_overlap_from_the_start_of_a_set(dense_run, score, corpus):
     assert_values(line, {"tokens": count, "bytes": count - tokens[1:].count(EOT)})
     (line,), _ = score("--windows", 2, "--split", "train")
     assert_values(line, {"windows": 2, "split": "train"})
-
-
-def test_losses_of_two_runs_are_paired_by_document(dense_run, module_tiny, tmp_path, call):
-    """The difference and its interval by hand, on windows that overlap."""
-    own = ["model.router=dense", "run.name=other", "run.seed=5", "model.n_embd=32"]
-    train_run(config := module_tiny(*own))
-    other = path_of(config)
-    texts = [TEXT, "kestrels dance", "é" * 20, "a bee learns maps of the field"]
-    file = tmp_path / "many.jsonl"
-    file.write_bytes(jsonl(texts))
-    printed = call(main, dense_run, other, "--data", file, "--stride", 8)
-    documents = [[EOT, *text.encode()] for text in texts]
-    first, second = (by_hand(load_model(run).model, documents, 32, 8) for run in (dense_run, other))
-    owners = np.repeat(range(4), [len(text.encode()) for text in texts])  # the document of each
-    wanted = clustered(np.subtract(second, first), owners)[:3]
-    (rows,) = read_tables(printed)
-    differences = [row["minus the first's, 95%"] for row in rows]
-    said = re.findall(r"[+-]\d+\.\d+", differences[1])
-    assert [float(text) for text in said] == pytest.approx(wanted, abs=2e-4)
-    assert differences[0] == "-" and abs(wanted[0]) > 1e-3
-    assert [row["run"] for row in rows] == [str(dense_run), str(other)]
 
 
 def test_a_set_here_is_first_and_a_changed_one_is_said(
