@@ -48,10 +48,11 @@ READERS = {
     "data/tiny/val-00000.bin": ("verify", "val_loss"),
     "runs/tiny/config.toml": ("train", "report", "watch", "val_loss", "sample", "export"),
     "runs/tiny/metrics.jsonl": ("train", "report", "watch"),
+    "runs/tiny/arrays/val_00000002.npz": ("report",),
     "runs/tiny/checkpoints/step_00000002/manifest.json": ("train", "val_loss", "sample", "export"),
     "runs/tiny/checkpoints/step_00000002/__0_0.distcp": ("train", "val_loss", "sample", "export"),
 }
-HASHED = ("train-00000.bin", "val-00000.bin", "manifest.json", "__0_0.distcp")
+HASHED = (".bin", ".npz", "manifest.json", "__0_0.distcp")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,7 @@ def world(tmp_path_factory, corpus):
         config = configure.load(file, ["train.max_steps=2", f"run.dir={folder / place}"])
         train.train(config)
         assert steps(config) == [2]
+    (folder / "runs/tiny/arrays/val_notes.npz").write_bytes(b"the user's")
     return folder
 
 
@@ -151,6 +153,7 @@ STEP = "runs/tiny/checkpoints/step_00000002"
 FOREIGN = {  # {file: commands that read it}
     f"{STEP}/manifest.json": ("train", "report", "watch", "val_loss", "sample", "export"),
     "runs/tiny/metrics.jsonl": ("train", "report", "watch"),
+    "runs/tiny/arrays/val_00000002.npz": ("report",),
 }
 
 
