@@ -246,20 +246,20 @@ def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """
     calls: list[str] = []
 
-    def record(what: str, path: str | Path) -> None:
-        calls.append(f"{what} {Path(path).name}".replace(f".{os.getpid()}.", "."))
+    def record(name: str, what: str) -> None:
+        def recorded(*arguments: int | str | Path) -> None:
+            path = arguments[-1]
+            if what == "sync":
+                path = os.readlink(f"/proc/self/fd/{path}")
+            calls.append(f"{what} {Path(path).name}".replace(f".{os.getpid()}.", "."))
+            call(*arguments)
 
-    def fsync(descriptor: int) -> None:
-        record("sync", os.readlink(f"/proc/self/fd/{descriptor}"))
-        call_fsync(descriptor)
-
-    call_fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", fsync)
-    for name in ("rename", "replace"):
         call = getattr(os, name)
-        monkeypatch.setattr(
-            os, name, lambda old, new, call=call: (record("rename", new), call(old, new))
-        )
+        monkeypatch.setattr(os, name, recorded)
+
+    record("fsync", "sync")
+    record("rename", "rename")
+    record("replace", "rename")
     return calls
 
 

@@ -3,7 +3,6 @@ there.
 """
 
 import os
-import re
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -11,11 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from fake_runs import with_other
-from runs import ALONE, column, content, run, steps
+from runs import ALONE, content, steps
 
 import train
 from configure import is_name_chosen, load
-from configure.check import REMOVED, format_toml
 from configure.schema import KEYS
 from runtime import RunError, Stopped
 from runtime.distributed import Ranks
@@ -145,20 +143,6 @@ def test_what_a_resume_keeps(config_of):
     assert run.find_changes(config_of(*own)) == []
     with pytest.raises(RunError, match="train.dtype: 'bfloat16' -> 'float32'"):
         run.find_changes(config_of(*own, "train.dtype=float32"))
-
-
-def test_a_run_of_before_keys_were_removed_resumes_to_the_bit(tiny):
-    config = tiny("eval.interval=1", "train.checkpoint_interval=2")
-    losses = column(run(config), "val/loss")
-    folder = path_of(config)
-    text = (folder / "config.toml").read_text()
-    for key, (default, _) in REMOVED.items():
-        section, name = key.split(".")
-        text = re.sub(rf"(?m)^{name} = .*\n", "", text)
-        text = text.replace(f"[{section}]", f"[{section}]\n{name} = {format_toml(default)}")
-    shutil.rmtree(folder / "checkpoints/step_00000004")
-    (folder / "config.toml").write_text(text)
-    assert column(run(config), "val/loss") == losses
 
 
 # ---- who may write there

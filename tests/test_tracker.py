@@ -8,6 +8,7 @@ import struct
 import sys
 import tomllib
 from base64 import b64encode
+from collections import defaultdict
 from hashlib import md5
 from types import SimpleNamespace
 from unittest import mock
@@ -179,51 +180,46 @@ def test_a_resumed_run_sends_its_lines_and_the_best_of_all(fake_wandb, tiny):
 
 
 def read_records(file):
-    """The records of a .wandb file: LevelDB's log, blocks of 32 KiB, behind a header of 7 bytes."""
+    """{kind: records} of a .wandb file: 7 bytes, and LevelDB's log in blocks of 32 KiB."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
     wandb.teardown()  # as the process does at its end; until then the file lacks the last records
     content = file.read_bytes()
-    records = []
+    records = defaultdict(list)
     whole = b""
-    at = 7
-    while at < len(content):
-        block = 32768 - at % 32768
-        if block < 7:  # no room for the header of a piece
-            at += block
-            continue
-        _, size, kind = struct.unpack_from("<IHB", content, at)
-        whole += content[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last piece
-            records.append(Record.FromString(whole))
-            whole = b""
+    for start in range(0, len(content), 32768):
+        block = content[start : start + 32768]
+        at = 0 if start else 7
+        while at + 7 <= len(block):  # else no room for the header of a piece
+            size, kind = struct.unpack_from("<4xHB", block, at)
+            whole += block[at + 7 : at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):  # whole, or the last piece
+                record = Record.FromString(whole)
+                name = record.WhichOneof("record_type")
+                records[name].append(getattr(record, name))
+                whole = b""
     return records
 
 
 def read_history(records):
     """{name: value} of each line that was sent; of a picture or table its file."""
     lines = []
-    for record in records:
-        if record.HasField("history"):
-            line = {}
-            for item in record.history.item:
-                name, *key = item.nested_key or [item.key]
-                if key in ([], ["path"]):
-                    line[name] = json.loads(item.value_json)
-            lines.append(line)
+    for history in records["history"]:
+        line = {}
+        for item in history.item:
+            name, *key = item.nested_key or [item.key]
+            if key in ([], ["path"]):
+                line[name] = json.loads(item.value_json)
+        lines.append(line)
     return lines
 
 
-def artifacts_of(records):
-    """{type: {file: its digest}}."""
-    artifacts = {}
-    for record in records:
-        if record.HasField("artifact"):
-            entries = record.artifact.manifest.contents
-            artifacts[record.artifact.type] = {entry.path: entry.digest for entry in entries}
-    return artifacts
+def artifact_of(records):
+    """{file: its digest} of the only one."""
+    (artifact,) = records["artifact"]
+    return {entry.path: entry.digest for entry in artifact.manifest.contents}
 
 
 def digest(path):
@@ -255,18 +251,17 @@ def test_the_real_client_resumes_a_run(tiny, tmp_path, monkeypatch, capsys):
         for name in pictures:
             picture = Image.open(files[1].parent / "files" / values[name])
             assert (np.array(picture) == draw_loads(np.array(line[name]))).all()
-    assert artifacts_of(last) == {"config": {"config.toml": digest(path / "config.toml")}}
+    assert artifact_of(last) == {"config.toml": digest(path / "config.toml")}
     assert any((path / "wandb/artifacts/staging").iterdir())
-    alerts = [record.alert.title for record in last if record.HasField("alert")]
-    assert alerts[-1] == "run ended"
+    assert last["alert"][-1].title == "run ended"
 
     out = tmp_path / "report"
     assert report.main([str(path), "--out", str(out), "--wandb", "offline"]) == 0
     (file,) = out.glob("wandb/offline-run-*/run-*.wandb")
     records = read_records(file)
-    (run,) = [record.run for record in records if record.HasField("run")]
+    (run,) = records["run"]
     assert (run.run_group, run.job_type, run.display_name) == ("tiny", "report", "report")
-    assert artifacts_of(records)["report"] == {"report.html": digest(out / "report.html")}
+    assert artifact_of(records) == {"report.html": digest(out / "report.html")}
     (line,) = read_history(records)
     table = json.loads((file.parent / "files" / line["runs"]).read_text())
     row = dict(zip(table["columns"], table["data"][0], strict=True))
