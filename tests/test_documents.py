@@ -11,7 +11,7 @@ import torch
 from corpora import write_ids
 from numerics import assert_near, seeded, tolerance
 from runs import all_logits, column, run
-from test_model import T, V, build_random
+from test_model import VARIANTS, T, V, build_random
 
 from attention import KVCache
 from data import DataError
@@ -26,15 +26,11 @@ END = V - 1
 MASKED = "data.document_mask=true"
 # of the documents in each window; the first has begun before it
 LENGTHS = [[3, 5, 4], [0, 6, 1, 5], [12]]
-# routers: fp32
-LIMIT = {"dense": tolerance(torch.float64, 64, roundings=32), "kern": tolerance(torch.float32, 32)}
-blocks = pytest.mark.parametrize("pos", ["learned", "rope"])
-routers = pytest.mark.parametrize("router, n_kv_head", [("dense", 0), ("dense", 2), ("kern", 2)])
 
 
 def build(token=END, **update):
-    # all experts: no choice to round
-    model = build_random(n_expert=4, top_k=4, rope_base=300.0, **update)
+    # all experts, or those of a table: no choice that rounding could change
+    model = build_random(router="kern", **{"top_k": 8} | update)
     model.document_token = token
     return model
 
@@ -59,23 +55,27 @@ def test_a_model_that_ranks_gather_keeps_documents_apart():
 
 
 @pytest.mark.numerics
-@blocks
-@routers
-def test_a_cache_equals_each_document_alone(pos, router, n_kv_head):
-    masked = build(pos=pos, router=router, n_kv_head=n_kv_head).eval()
-    plain = build(None, pos=pos, router=router, n_kv_head=n_kv_head).eval()
+@pytest.mark.parametrize("update", VARIANTS)
+@pytest.mark.parametrize("token", [None, END])
+def test_a_cache_equals_each_document_alone(token, update):
+    """Or each window, without a mask."""
+    model, plain = (build(end, **update).eval() for end in (token, None))
     idx, documents = make_windows()
+    if token is None:
+        documents = [(row, 0, T) for row in range(len(idx))]
     start = torch.tensor([2, 0, 5])
     for row, first in enumerate(start.tolist()):
         idx[row, :first] = END
+    past = KVCache(model.config, start, T, torch.float64)
+    assert past.columns.shape == (3, 2, 3, update.get("n_kv_head", 2) or 4, T, 8)
+    limit = tolerance(torch.float64, 64, roundings=32)
     with torch.no_grad():
-        past = KVCache(masked.config, start, T, torch.float64)
-        parts = [all_logits(masked, part, past) for part in idx.split([4, 1, 2, 1, 1, 3], 1)]
+        parts = [all_logits(model, part, past) for part in idx.split([4, 1, 2, 1, 1, 3], 1)]
         logits = torch.cat(parts, 1)
         for row, first, stop in documents:
             first = max(first, int(start[row]))
             (whole,) = all_logits(plain, idx[row : row + 1, first:stop])
-            assert_near(logits[row, first:stop], whole, LIMIT[router], f"row {row} from {first}")
+            assert_near(logits[row, first:stop], whole, limit, f"row {row} from {first}")
 
 
 def test_evaluation_has_the_mask_of_training(tiny, call, tmp_path):

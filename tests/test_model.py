@@ -8,14 +8,11 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from numerics import assert_near, seeded, tolerance
-from runs import all_logits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import attention
-from attention import KVCache
 from configure import Config
 from model import GPT
 from router import ROUTERS
@@ -127,23 +124,6 @@ def test_flops_equal_the_counters(update, router):
     assert counter.get_total_flops() == B * T * flops_per_token(model.config)
 
 
-@pytest.mark.numerics
-@variants
-def test_cache_equals_the_full_forward_pass(update):
-    # all experts, or those of a table: no choice that rounding could change
-    own = {"top_k": 8} | update
-    model = build_random(router="kern", **own).eval()
-    idx, start = tokens(), torch.tensor([0, 2, 5])
-    past = KVCache(model.config, start, T, torch.float64)
-    assert past.columns.shape == (3, 2, B, update.get("n_kv_head", 2) or 4, T, 8)
-    limit = tolerance(torch.float64, 64, roundings=32)
-    with torch.no_grad():
-        steps = [all_logits(model, part, past) for part in idx.split([6, 1, 1, 4], dim=1)]
-        for row, first in enumerate(start):
-            whole = all_logits(model, idx[row : row + 1, first:])
-            assert_near(torch.cat(steps, 1)[row : row + 1, first:], whole, limit)
-
-
 def test_same_seed_gives_the_same_weights_whatever_the_router():
     first = build(router="softmax").state_dict()
     for router in ROUTERS.keys() - {"dense"}:
@@ -152,19 +132,6 @@ def test_same_seed_gives_the_same_weights_whatever_the_router():
         assert own <= {"bias", "gamma"}
         for name in weights.keys() & first.keys():
             assert weights[name].equal(first[name]) or name.endswith("router.c"), name
-
-
-@pytest.mark.numerics
-def test_losses_of_each_sequence_and_logits_of_the_last_position():
-    model = build(router="kern")
-    idx, targets = tokens(0), tokens(1)
-    logits = all_logits(model, idx)
-    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
-    out, last = model(idx, targets), model(idx)
-    assert out.logits is last.loss is None
-    assert_same(out.losses, losses)
-    assert_same(out.loss, losses.mean())
-    assert_same(last.logits, logits[:, -1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -62,13 +62,9 @@ def collect(values, leaves, upstream):
     """{name: value or gradient} of VALUES and, from `upstream`, of logits and γ."""
     outputs = dict(zip(VALUES, values, strict=True))
     loss = sum((outputs[key] * d.to(outputs[key])).sum() for key, d in upstream.items())
-    wanted = {
-        key: t for key, t in zip(("d_logits", "d_gamma"), leaves, strict=True) if t is not None
-    }
-    gradients = torch.autograd.grad(
-        loss, list(wanted.values()), allow_unused=True, materialize_grads=True
-    )
-    outputs |= dict(zip(wanted, gradients, strict=True))
+    leaves = [t for t in leaves if t is not None]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    outputs |= zip(("d_logits", "d_gamma"), gradients, strict=False)
     return {key: value.detach() for key, value in outputs.items()}
 
 
