@@ -253,14 +253,15 @@ def test_hash_table(n_id, n_expert, top_k):
     """Distinct experts for each id, every expert equally often up to any id, and partners that
     vary.
     """
-    table = router_module.hash_table(n_id, n_expert, top_k, seed=1)
-    assert table.shape == (n_id, top_k) and all(len({*row}) == top_k for row in table.tolist())
-    counts = F.one_hot(table, n_expert).sum(1).cumsum(0)
-    assert (counts.amax(1) - counts.amin(1) <= 1).all()
-    assert table.equal(router_module.hash_table(n_id, n_expert, top_k, 1))
-    assert not table.equal(router_module.hash_table(n_id, n_expert, top_k, 2))
+    table, again, other = (
+        router_module.hash_table.__wrapped__(n_id, n_expert, top_k, seed) for seed in (1, 1, 2)
+    )
+    assert table.shape == (n_id, top_k) and table.equal(again) and not table.equal(other)
+    chosen = F.one_hot(table, n_expert).sum(1)
+    counts = chosen.cumsum(0)
+    assert chosen.max() == 1 and (counts.amax(1) - counts.amin(1) <= 1).all()
     if n_id == 1000:
-        assert len({tuple(sorted(row)) for row in table.tolist()}) > 700
+        assert len(chosen.unique(dim=0)) > 700
 
 
 def test_a_hash_table_is_created_where_buffers_are():
@@ -316,7 +317,6 @@ REFUSED = {
     "cosh, gamma": "phi 'cosh' is not one of identity",
     "tanh, post=l3 over all": "norm 'l3 over all' is not",
     f"tanh, c={'9' * 400}": "9999 is not between 1e-38 and",
-    f"tanh, c=0.{'0' * 60}1": "is not between",
     "tanh, c=0": "c=0 is not between",
     "exp, c=2": "needs a post norm",
     "tanh, pre=l2 over all, c=monte_carlo": "'relu' after pre 'l2 over all'",
