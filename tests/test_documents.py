@@ -24,8 +24,8 @@ from scripts import sample
 
 END = V - 1
 MASKED = "data.document_mask=true"
-# of the documents in each window; the first has begun before it
-LENGTHS = [[3, 5, 4], [0, 6, 1, 5], [12]]
+# (row, first, stop) of each document in three windows; the first one of a row has begun before it
+DOCUMENTS = [(0, 0, 3), (0, 3, 8), (0, 8, T), (1, 0, 6), (1, 6, 7), (1, 7, T), (2, 0, T)]
 
 
 def build(token=END, **update):
@@ -36,21 +36,15 @@ def build(token=END, **update):
 
 
 def make_windows():
-    """Tokens (3, T) of windows of documents of LENGTHS, and the documents: (row, first, stop)."""
-    idx, documents = torch.randint(END, (len(LENGTHS), T), generator=seeded()), []
-    for row, lengths in enumerate(LENGTHS):
-        for i, stop in enumerate(np.cumsum(lengths).tolist()):
-            first = stop - lengths[i]
-            if i:
-                idx[row, first] = END
-            if first < stop:
-                documents.append((row, first, stop))
-    return idx, documents
+    """Tokens (3, T) of DOCUMENTS."""
+    idx = torch.randint(END, (3, T), generator=seeded())
+    idx[0, [3, 8]] = idx[1, [0, 6, 7]] = END
+    return idx
 
 
 def test_a_model_that_ranks_gather_keeps_documents_apart():
     model = build().float()
-    idx, _ = make_windows()
+    idx = make_windows()
     assert all_logits(gather_model(model), idx).equal(all_logits(model, idx))
 
 
@@ -60,9 +54,8 @@ def test_a_model_that_ranks_gather_keeps_documents_apart():
 def test_a_cache_equals_each_document_alone(token, update):
     """Or each window, without a mask."""
     model, plain = (build(end, **update).eval() for end in (token, None))
-    idx, documents = make_windows()
-    if token is None:
-        documents = [(row, 0, T) for row in range(len(idx))]
+    idx = make_windows()
+    documents = [(row, 0, T) for row in range(3)] if token is None else DOCUMENTS
     start = torch.tensor([2, 0, 5])
     for row, first in enumerate(start.tolist()):
         idx[row, :first] = END
