@@ -59,16 +59,9 @@ def make_gpt2(**update):
     return model
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory):
-    place = tmp_path_factory.mktemp("gpt2")
-    make_gpt2().save_pretrained(place)
-    return place
-
-
 @pytest.fixture
-def copy(gpt2, tmp_path):
-    return shutil.copytree(gpt2, tmp_path / "copy")
+def copy(saved, tmp_path):
+    return shutil.copytree(saved / "one", tmp_path / "copy")
 
 
 def start(config):

@@ -1,6 +1,5 @@
 """hf/formats.py: OLMoE, Qwen3-MoE and Mixtral as initial weights and exports; tokenizers."""
 
-import json
 import re
 
 import pytest
@@ -127,21 +126,18 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("words", DAMAGES)
-def test_damage_is_refused(tiny, tmp_path, folders, words):
-    settings, state = (dict(table) for table in folders["qwen3_moe"])
+def test_damage_is_refused(tiny, tmp_path, words):
+    make_model("qwen3_moe").save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
     for key, value in DAMAGES[words].items():
-        table = state if key.startswith("model.") else settings
-        table[key] = value
-    state = {key: value for key, value in state.items() if value is not None}
-    write_folder(tmp_path / "theirs", settings, state)
-    config = tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"])
+        if key.startswith("model."):
+            state[key] = value
+        else:
+            edit(tmp_path / "config.json", **{key: value})
+    present = {key: value for key, value in state.items() if value is not None}
+    save_file(present, tmp_path / "model.safetensors")
+    config = tiny(f"train.init_from={tmp_path}", *SHAPE, *OURS["qwen3_moe"])
     assert words in refused(config)
-
-
-def write_folder(place, settings, state):
-    place.mkdir(exist_ok=True)
-    (place / "config.json").write_text(json.dumps(settings))
-    save_file(state, place / "model.safetensors")
 
 
 def test_the_preset_has_the_shape_of_olmoe():
@@ -158,20 +154,6 @@ def test_the_preset_has_the_shape_of_olmoe():
     written = FORMATS["olmoe"].make_config(model)
     for key in written.keys() & SIZES.keys():
         assert written[key] == getattr(released, key), key
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Settings and weights of a small model of each class."""
-    out = {}
-    for kind in (*OURS, "gpt2"):
-        place = tmp_path_factory.mktemp(kind)
-        (make_gpt2() if kind == "gpt2" else make_model(kind)).save_pretrained(place)
-        out[kind] = (
-            json.loads((place / "config.json").read_text()),
-            load_file(place / "model.safetensors"),
-        )
-    return out
 
 
 UNSUPPORTED = {
@@ -197,9 +179,10 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("kind", [*OURS, "gpt2"])
-def test_settings_that_change_the_function_are_refused(folders, kind):
+def test_settings_that_change_the_function_are_refused(kind):
     """Each is named with its value; a key that is missing has the class's default."""
-    settings = dict(folders[kind][0])
+    config = (make_gpt2() if kind == "gpt2" else make_model(kind)).config
+    settings = config.to_diff_dict()
     settings.pop("tie_word_embeddings", None)
     tied = FORMATS[kind].read_config(settings)["tie_embeddings"]
     assert tied == AutoConfig.for_model(kind).tie_word_embeddings

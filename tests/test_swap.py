@@ -87,9 +87,10 @@ def test_centring_takes_the_mean_of_all_logits(tiny):
     """Weights and biases: the new logits are the old ones minus a token's mean over experts."""
     softmax, kern = "exp, post=l1 over all, bias", "relu, pre=l2 over all, bias"
     old, new = (tiny(f"model.router={name}").model for name in (softmax, kern))
-    state = dict(GPT(old).state_dict())
-    for name, tensor in state.items():
-        state[name] = torch.randn(tensor.shape, generator=seeded(len(name)))
+    state = {
+        name: torch.randn(tensor.shape, generator=seeded(len(name)))
+        for name, tensor in GPT(old).state_dict().items()
+    }
     before = dict(state)
     routers, _ = take_routers(state, old, new)
     assert list(routers) == ["blocks.0.mlp.router", "blocks.1.mlp.router"]
