@@ -7,6 +7,7 @@ import torch
 
 from configure import Config
 from configure.schema import Model, Optim
+from gate_norm import own_gate_norm
 from model import GPT
 from runtime.distributed import Ranks
 from runtime.optimizers import build_optimizer
@@ -19,11 +20,10 @@ DECAY = 0.5
 SHAPE = {"block_size": 64, "vocab_size": 97, "n_expert": 6, "top_k": 4}
 
 
-def table(m, h, d):
+def table(m, h, d, gates):
     """{ends of names: (std, or value of a vector; rate under AdamW; rate under Muon)} for m times
-    the base's width, h times its hidden width and d times its depth.
-
-    Gates of sqrtgate have norm 1, count as √K = 2.
+    the base's width, h times its hidden width and d times its depth, where gates have a norm of
+    √K over `gates` in the base.
     """
     of_input = (STD / m**0.5, 1 / m, 1 / m**0.5)
     of_hidden = (OUT / h**0.5 / d, 1 / h / d, 1 / h**0.5 / d)
@@ -38,7 +38,7 @@ def table(m, h, d):
         ("attn.proj.weight",): (OUT / m**0.5 / d, 1 / m / d, 1 / m**0.5 / d),
         ("attn.proj.bias", "mlp.w_out.bias"): (0, 1 / d, 1 / d),
         ("mlp.w_out.weight", "shared.w_out.weight"): of_hidden,
-        ("experts.w_out",): tuple(2 * value for value in of_hidden),
+        ("experts.w_out",): tuple(gates * value for value in of_hidden),
     }
 
 
@@ -56,30 +56,31 @@ def build(model: Model, optim: Optim) -> GPT:
 @pytest.mark.parametrize(
     ("name", "m", "h", "d"),
     [
-        ("adamw", 1, 1, 1),
         ("adamw", 3, 3, 2),
         ("adamw", 3, 2, 1),
-        ("muon", 1, 1, 1),
         ("muon", 3, 3, 2),
     ],
 )
-@pytest.mark.parametrize("router", ["sqrtgate", "dense"])
+@pytest.mark.parametrize("router", ["sigmoid", "dense"])
 def test_sizes_and_rates_are_of_the_table(name, m, h, d, router):
     """Rate times decay is that of "none". Groups' own ratios stay factors."""
     shape = {"n_layer": 2 * d, "n_head": 2 * m, "n_embd": 64 * m, "expert_hidden": 16 * h} | SHAPE
     more = {"n_shared_expert": 1, "bias": True, "tie_embeddings": False, "init_std": STD}
     keys = {"name": name, "weight_decay": DECAY, "router_lr_ratio": 0.25}
     optim = Optim(**keys, transfer="mup", base_width=64, base_hidden=80, base_layers=2)
-    gpt = build(Model(router=router, **shape, **more), optim)
+    model = Model(router=router, **shape, **more)
+    gpt = build(model, optim)
     groups = build_optimizer(gpt, optim).param_groups
-    of_name = {end: row for ends, row in table(m, h, d).items() for end in ends}
+    group_of = {p: group for group in groups for p in group["params"]}
+    rows = table(m, h, d, 2 / own_gate_norm(model, 64))
+    of_name = {end: row for ends, row in rows.items() for end in ends}
     checked = set()
     for parameter, p in gpt.named_parameters():
         (end,) = [end for end in of_name if parameter.endswith(end)]
         checked.add(end)
         size, by_adamw, by_muon = of_name[end]
-        (group,) = [group for group in groups if any(p is q for q in group["params"])]
         rate = by_muon if name == "muon" else by_adamw
+        group = group_of[p]
         assert group["lr_ratio"] == pytest.approx(rate, rel=1e-6), parameter
         if p.dim() == 1:
             assert p.detach().numpy() == pytest.approx(size, rel=1e-6), parameter
@@ -118,8 +119,9 @@ ROOT_K = "sqrtexp, post=l2 over topk, c=2"  # its gates have norm √K by themse
 def test_at_the_base_a_step_is_that_of_none_to_the_bit(router):
     model = SMALL.model_copy(update={"router": router})
     _, plain = train(model, Optim(lr=1e-2), n_step=1)
-    moved_optim = Optim(lr=1e-2, transfer="mup", base_width=16, base_hidden=32, base_layers=2)
-    _, moved = train(model, moved_optim, n_step=1)
+    # of layers no base is named
+    optim = Optim(lr=1e-2, transfer="mup", base_width=16, base_hidden=32)
+    _, moved = train(model, optim, n_step=1)
     for (name, wanted), p in zip(plain.named_parameters(), moved.parameters(), strict=True):
         assert p.equal(wanted), name
 
