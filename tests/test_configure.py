@@ -94,6 +94,7 @@ def test_mixtures_are_equal_if_their_parts_are():
     assert Mix({"a": 1e-20, "b": 1}) == Mix({"a": 2e-20, "b": 1})  # to 12 digits of the largest
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(
     ("line", "overrides", "warmup"),
     [
@@ -111,18 +112,17 @@ def test_mixtures_are_equal_if_their_parts_are():
     ],
 )
 def test_a_run_that_is_shortened_has_a_shorter_warm_up(
-    write, capsys, monkeypatch, line, overrides, warmup
+    write, capsys, monkeypatch, line, overrides, warmup, rank
 ):
-    for rank in ("1", "0", "0"):
-        monkeypatch.setenv("RANK", rank)
+    _print_note.cache_clear()
+    monkeypatch.setenv("RANK", rank)
+    for _ in range(2):
         config = load(write(line), overrides.split())
-        assert config.optim.warmup_steps == warmup
-        if rank == "1":
-            assert not capsys.readouterr().err
-            _print_note.cache_clear()
+    assert config.optim.warmup_steps == warmup
     steps, default = config.train.max_steps, 200 if "200" in line else 500
     note = f"note: train.max_steps = {steps} shortens optim.warmup_steps from {default} to {warmup}"
-    assert capsys.readouterr().err == ("" if warmup == default else f"{note}\n")  # once
+    is_said = rank == "0" and warmup < default
+    assert capsys.readouterr().err == is_said * f"{note}\n"  # once
 
 
 # ---- removed keys
@@ -134,15 +134,13 @@ def as_toml(settings):
 def test_a_removed_key_is_refused_but_in_the_record_of_a_run_at_its_default(write, key):
     default, instead = REMOVED[key]
     said = f"{key} = {default!r}: removed: {instead}. The last commit with it is e125ff1"
-    line = as_toml({key: default})
     text = default if isinstance(default, str) else format_toml(default)
     assert f"command line: {said}" in message(write(), f"--{key}={text}")
     config = load(write())
     recorded = {name: attrgetter(name)(config) for name in KEYS}
     record = as_toml(recorded | {key: default})
     for refused in (
-        write(line),
-        write(line, "config.toml"),  # no run's
+        write(as_toml({key: default}), "config.toml"),  # no run's
         write(record, "mine.toml"),  # a user's
         write(f'sweep."{key}" = [{format_toml(default)}]', "sweep.toml"),
     ):
@@ -164,8 +162,6 @@ def test_a_removed_key_is_refused_but_in_the_record_of_a_run_at_its_default(writ
         ("n_layer = 8", "did you mean 'model.n_layer'?"),
         ("model.hidden_size = 8", "did you mean 'model.n_embd'?"),  # of other projects
         ("num_experts_per_tok = 8", "did you mean 'model.top_k'?"),
-        ("train.max_iters = 8", "did you mean 'train.max_steps'?"),
-        ("optim.learning_rate = 8", "did you mean 'optim.lr'?"),
         ("train.out_dir = 8", "did you mean 'run.dir'?"),
         ("train = 3", "train = 3: is a section"),
         ("model.n_layer = true", "model.n_layer = True: Input should be a valid integer"),
@@ -232,7 +228,6 @@ def test_a_wrong_override(write, override, names):
     [
         (".", "Is a directory; name a TOML file, such as config/quickstart.toml"),
         ("zzzz", "No such file or directory; name a TOML file, such as config/quickstart.toml"),
-        ("wright.toml", "No such file or directory; did you mean FOLDER/right.toml?"),
         ("rit.toml", "No such file or directory; did you mean FOLDER/right.toml?"),
         ("quickstrt", "No such file or directory; did you mean config/quickstart.toml?"),
         ("right.toml", "Permission denied; give yourself the right to read it"),

@@ -4,7 +4,6 @@ Pages are the Markdown files, the notebook, and the docstrings of commands. A co
 its own parser, and goes no further.
 """
 
-import ast
 import importlib.util
 import json
 import os
@@ -23,12 +22,8 @@ import configure
 from configure.schema import KEYS, SECTIONS
 from runtime.launch import Stop
 
-LISTED = subprocess.run(
-    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-    cwd=REPO_ROOT,
-    capture_output=True,
-    text=True,
-).stdout.split()
+LIST = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+LISTED = subprocess.check_output(LIST, cwd=REPO_ROOT, text=True).split()
 FILES = {file for file in LISTED if (REPO_ROOT / file).is_file()}
 FOLDERS = {str(folder) for file in FILES for folder in Path(file).parents}
 PAST = ("docs/CHANGELOG.md", "docs/LOG", "track/records/edition-")  # they name what was once
@@ -80,7 +75,7 @@ def find_commands() -> list[str]:
         commands.update(re.findall(r"`((?:python|bash|torchrun|sbatch) [^`\n]+)`", text))
     for file in FILES:
         if file.endswith(".py") and not file.startswith("tests/"):
-            text = ast.get_docstring(ast.parse((REPO_ROOT / file).read_text())) or ""
+            text = (REPO_ROOT / file).read_text()
             for line in re.findall(r"^    ((?:python|torchrun) .*)$", text, re.M):
                 commands.add(re.split(r"\s{2,}| [\[(]", line)[0])  # before its explanation
     return sorted(command.strip() for command in commands if command.strip())
@@ -91,27 +86,18 @@ def parse_module(module: str, words: list[str], monkeypatch) -> None:
 
     Raises SystemExit if they are wrong. Arguments that it leaves over are overrides of keys.
     """
-    depth = 0
-    parse = ArgumentParser.parse_known_args
 
     def parse_and_end(parser, args=None, namespace=None):
-        nonlocal depth
-        depth += 1  # a subparser is called within
-        try:
-            values, left = parse(parser, args, namespace)
-        finally:
-            depth -= 1
-        if depth:
-            return values, left
+        patch.undo()  # subparsers parse as always
+        _, left = parser.parse_known_args(args or words)
         if left and sys._getframe(1).f_code.co_name in ("parse_args", "parse_intermixed_args"):
             parser.error(f"unrecognized arguments: {left}")
-        overrides = [word for word in left if word.startswith("--")]
-        for override in overrides:
-            key, _, value = override.removeprefix("--").partition("=")
-            if key not in KEYS or not value:
-                raise ValueError(f"{override}: no key with a value")
-        for file in set(left) - set(overrides):
-            check_file(file)
+        for word in left:
+            key, _, value = word.removeprefix("--").partition("=")
+            if not word.startswith("--"):
+                check_file(word)
+            elif key not in KEYS or not value:
+                raise ValueError(f"{word}: no key with a value")
         raise Parsed
 
     with monkeypatch.context() as patch:
@@ -175,18 +161,14 @@ def test_the_files_that_a_page_names_exist(page):
     here = Path(page).parent
     known = FILES | FOLDERS | OTHER_FILES
     names = {Path(file).name for file in FILES} | OTHER_FILES
-    missing = set()
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        if not {os.path.normpath(here / link), link} & known:
-            missing.add(link)
-    for name in re.findall(r"(?<![\w/.*])[\w./-]+\.(?:py|sh|toml|sbatch|ipynb)\b", text):
-        is_known = {name, os.path.normpath(here / name)} & known or name in names
-        if not is_known and not PLACEHOLDER.search(name):
-            missing.add(name)
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    files = re.findall(r"(?<![\w/.*])[\w./-]+\.(?:py|sh|toml|sbatch|ipynb)\b", text)
+    named = {*links, *files} - known
+    missing = {name for name in named if os.path.normpath(here / name) not in known}
+    assert not [name for name in missing - names if not PLACEHOLDER.search(name)]
+    assert not missing & {*links}
     for name in re.findall(r"`((?:[a-z]+/)+)`", text):
-        if name.split("/")[0] in FOLDERS and name.rstrip("/") not in FOLDERS:
-            missing.add(name)
-    assert not missing
+        assert name.split("/")[0] not in FOLDERS or name.rstrip("/") in FOLDERS, name
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -14,7 +14,6 @@ import configure
 from runtime.memory import count_parameters
 
 FILES = {file.stem: file for file in sorted((CONFIG / "paper").glob("*.toml"))}
-BEYOND = {"large_model_2.7B", "controls_routers", "controls_balance", "controls_scale"}
 
 FIVE = ["dense", "softmax", "sigmoid", "tanh", "kern"]
 FOUR, TWO = FIVE[1:], ["softmax", "kern"]
@@ -95,12 +94,8 @@ def parameters(model):
     table = model.block_size * model.n_embd
     if model.router == "dense":
         return (DENSE[model.n_embd] + table,) * 2
-    more_of_layer = 0
-    if "kern" not in model.router or model.router == "kern-nogamma":
-        more_of_layer -= 1
-    if "kern" in model.router and model.router != "kern-nobias":
-        more_of_layer += model.n_expert
     shape = (model.n_embd, model.n_expert, model.top_k, model.expert_hidden)
+    more_of_layer = model.n_expert if "kern" in model.router else -1
     return tuple(count + table + model.n_layer * more_of_layer for count in MIXTURE[shape])
 
 
@@ -111,23 +106,21 @@ def test_runs_are_those_of_the_paper(stem):
         model, train, optim = config.model, config.train, config.optim
         shape = (model.n_expert, model.top_k, model.expert_hidden)
         expanded.append((model.router, config.data.name, shape, config.run.seed, model.block_size))
-        printed = {"max_steps": 50_000, "dtype": "auto"}
-        if stem not in BEYOND:
-            printed |= dict.fromkeys(["balance_loss_coef", "z_loss_coef", "bias_update_rate"], 0)
-        if stem != "downstream":
-            printed["batch_size"] = 256
-        assert printed.items() <= train.model_dump().items()
+        assert (train.max_steps, train.dtype) == (50_000, "auto")
         assert (optim.beta1, optim.beta2, optim.lr) == (0.9, 0.95, LEARNING_RATE[model.n_embd])
         assert model.dropout == 0 == 5000 % config.eval.interval
         if stem == "downstream":
             tokens = train.max_steps * train.batch_size * model.block_size
             assert tokens == pytest.approx(50e9, rel=0.05)
+        else:
+            assert train.batch_size == 256
         counts = count_parameters(model)
-        if stem == "large_model_2.7B":
+        if stem in PAPER:
+            assert train.balance_loss_coef == train.z_loss_coef == train.bias_update_rate == 0
+            assert counts == parameters(model), config.run.name
+        elif stem == "large_model_2.7B":
             total = 2.6 if model.router == "dense" else 14.4
             assert round(counts[0] / 1e9, 1) == total and 2.64e9 < counts[1] < 2.66e9
-        else:
-            assert counts == parameters(model), config.run.name
     if stem in PAPER:
         routers, sets, length, shapes = PAPER[stem]
         seeds = [0, 1, 2] if stem == "seeds" else [0]

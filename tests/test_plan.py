@@ -5,7 +5,6 @@ parallelism chosen.
 import json
 import os
 import re
-import time
 from unittest import mock
 
 import pytest
@@ -86,7 +85,7 @@ memory on each of {gpus} GPUs, 32 sequences at a time:
     "words, last_line",
     [
         ("--gpus=8", "--train.parallel=zero2"),
-        ("--gpus=8 --memory=200", "--train.parallel=ddp"),
+        ("--gpus=8 --memory=200 --mfu=1", "--train.parallel=ddp"),
         ("--gpus=8 --train.micro_batch_size=16 --memory=200", "--train.parallel=ddp"),  # two
         ("--gpus=16 --train.micro_batch_size=16", "--train.parallel=hsdp"),
         ("--gpus=4 --memory=24", "none fits"),
@@ -97,12 +96,6 @@ memory on each of {gpus} GPUs, 32 sequences at a time:
 )
 def test_plan_ends_with_what_to_choose(call, words, last_line):
     assert last_line in call(plan.main, LARGE, *words.split()).splitlines()[-1]
-
-
-def test_an_mfu_is_given_or_estimated(call):
-    assert "; MFU 1.00 (given)\n" in call(plan.main, LARGE, "--mfu=1")
-    mfu = estimate_mfu(configure.load(LARGE, world_size=8), GPUS["H100"], 8)
-    assert f"; MFU {mfu:.2f} (estimated)\n" in call(plan.main, LARGE)
 
 
 def test_options_that_need_memory_are_planned(call):
@@ -129,7 +122,9 @@ def test_options_that_need_memory_are_planned(call):
 
 def test_plan_takes_fewer_gpus_where_a_batch_has_no_work_for_eight(call):
     for words, gpus in [([LARGE], 8), (["config/quickstart.toml", "--model.router=kern"], 1)]:
-        assert f" h on {gpus} x H100, " in call(plan.main, *words)
+        out = call(plan.main, *words)
+        mfu = estimate_mfu(configure.load(*words[:1], words[1:], gpus), GPUS["H100"], gpus)
+        assert f" h on {gpus} x H100, " in out and f"; MFU {mfu:.2f} (estimated)\n" in out
 
 
 @pytest.mark.parametrize(
@@ -295,26 +290,26 @@ def test_commands_refuse_a_model_that_the_host_cannot_hold(
 ):
     """Before anything is allocated or written."""
     run(tiny())
-    folder = path_of(tiny())
+    folder, out, new = path_of(tiny()), tmp_path / "export", [tiny_file, "--run.name=new"]
     n_byte = 4 * memory.count_parameters(tiny().model)[0]
-    host = mock.Mock(return_value=n_byte)
+    host = mock.Mock()
     monkeypatch.setattr(distributed, "host_memory_bytes", host)
+    for n_copy, purpose, main, *words in (
+        (1, "its weights", val_loss.main, folder),
+        (1, "its weights", sample.main, folder),
+        (1, "its weights", routing.main, folder),
+        (1, "its state and", train.main, *new),
+        (1, "its state and", train.main, *new, "--train.parallel=zero2"),
+        (2, "its export", export.main, folder, out),
+        (4, "its export", export.main, folder, out, "--check"),
+    ):
+        host.return_value = n_copy * n_byte - 1
+        assert f"B of memory are needed for {purpose}" in call(main, *words, code=2)
+    host.return_value = n_byte
     call(routing.main, folder, "--windows=2")
-    host.return_value = n_byte - 1
-    for main in (val_loss.main, sample.main, routing.main):
-        error = call(main, folder, code=2)
-        assert f"{folder}: {n_byte / 1024:.1f} KiB of memory are needed for its wei" in error
-    for more in ([], ["--train.parallel=zero2"]):
-        error = call(train.main, tiny_file, "--run.name=new", *more, code=2)
-        assert "MiB of memory are needed for its state and" in error
-    for out, more, share in (("a", [], 2), ("b", ["--check"], 4)):
-        host.return_value = share * n_byte - 1
-        assert "are needed for its export" in call(
-            export.main, folder, tmp_path / out, *more, code=2
-        )
     host.return_value = 2 * n_byte
-    call(export.main, folder, tmp_path / "export")
-    assert {*tmp_path.iterdir()} == {folder.parent, tiny_file, tmp_path / "export"}
+    call(export.main, folder, out)
+    assert {*tmp_path.iterdir()} == {folder.parent, tiny_file, out}
     assert [*folder.parent.iterdir()] == [folder]
 
 
@@ -333,7 +328,6 @@ def test_commands_refuse_a_model_that_the_host_cannot_hold(
             500,
         ),
         ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "800"}, 750),
-        ("", {}, 750),
         (None, {"memory.max": "600"}, 750),
     ],
 )
@@ -398,10 +392,6 @@ def test_peak_on_a_gpu_is_as_planned(micro_batch, tmp_path):
     config = configure.load(REPO_ROOT / "config/125m.toml", words)
     shapes = parameter_shapes(config.model)
     planned = sum(memory.estimate_memory(config, shapes, "ddp", 1))
-    for _ in range(300):  # seconds; other test processes may hold memory
-        if torch.cuda.mem_get_info()[0] > 1.2 * planned:
-            break
-        time.sleep(1)
     torch.cuda.reset_peak_memory_stats()
     step = build_step(config, torch.device("cuda"), tmp_path)
     for _ in range(3):

@@ -87,9 +87,8 @@ def test_points_never_share_a_folder(write, text, overrides):
 
 def test_linked_keys_take_their_values_row_by_row(write):
     file = write(LINKED + 'data.name = ["books3", "arxiv"]', "g.toml")
-    configs = [load(file, point) for point in sweep_points(file)]
-    shapes = [(c.model.n_expert, c.model.top_k, c.model.expert_hidden) for c in configs[::2]]
-    assert shapes == SHAPES
+    models = [load(file, point).model for point in sweep_points(file)]
+    assert [(m.n_expert, m.top_k, m.expert_hidden) for m in models[::2]] == SHAPES
     names = [f"g-kern-n_expert{n}-{text}" for n in (32, 64, 256) for text in ("books3", "arxiv")]
     assert name_runs(file) == names
     # the first key's values repeat, the last's do not
