@@ -65,7 +65,7 @@ def world(tmp_path_factory, corpus):
         config = configure.load(file, ["train.max_steps=2", f"run.dir={folder / place}"])
         train.train(config)
         assert steps(config) == [2]
-    (folder / "runs/tiny/arrays/val_notes.npz").write_bytes(b"the user's")
+    (folder / "runs/tiny/arrays/val_0.npz").write_bytes(b"the user's")
     return folder
 
 
