@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from measures import MEASURES
+from common.measures import MEASURES
 from router import EPS, Router, Routing
 
 MARGIN_BINS = 1000

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
+from common.measures import MEASURES
 from common.text import text_table
 from data.loader import choose_validation, windows
 from data.tokenizer import Tokenizer
@@ -45,7 +46,6 @@ from eval.trained import (
     load_model,
     open_set,
 )
-from measures import MEASURES
 from model import GPT
 from router import Routing
 from runtime import distributed

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from measures import MEASURES
+from common.measures import MEASURES
 from report.blocks import Table
 from report.frame import Comparison, Group
 from report.labels import format_tick, format_value, join_labels, name_unit

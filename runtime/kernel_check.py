@@ -129,7 +129,7 @@ def compute_logits(config: Model, n_token: int, draw: Draw, backend: str) -> lis
 
 def compute_routing(config: Model, n_token: int, draw: Draw, backend: str) -> list[Tensor]:
     """Route tokens whose logits are so far apart that no rounding changes a choice."""
-    router = build_router(config, config.n_hash_layer)
+    router = build_router(config, layer=config.n_layer)  # beyond all hash layers
     router.fused = partial(route, backend=backend)
     router.linear = lambda x, weight, bias: x
     order = draw(n_token, config.n_expert).argsort(-1)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from balance import balance_loss, summarize_routing
+from common.measures import MEASURES
 from configure import Config
 from data.loader import Validation, prefetch, windows
-from measures import MEASURES
 from model import Output
 from runtime import distributed
 from runtime.batches import score, to_host_tensors

@@ -10,7 +10,7 @@ from runs import REPO_ROOT
 
 LEVELS = [  # a file may import its own level and those before
     {"common"},
-    {"data", "kernels", "measures", "router"},  # plain arguments, no config object
+    {"data", "kernels", "router"},  # plain arguments, no config object
     {"balance", "configure"},
     {"attention", "gate_norm"},
     {"model"},

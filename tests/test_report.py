@@ -26,7 +26,7 @@ from fake_runs import (
 )
 from scipy import stats
 
-from measures import MEASURES
+from common.measures import MEASURES
 from report import tables
 from report.compare import judge, lowest, paired
 from report.frame import choose_baseline, compare_group, find_pairs, group_runs
