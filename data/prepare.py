@@ -422,7 +422,8 @@ def check_existing(folder: Path, provenance: dict, args: argparse.Namespace) -> 
     """
     meta = read_meta(folder)
     now: dict[str, Any] = dict.fromkeys(ARGUMENTS) | provenance
-    if args.revision:
+    # the hub's files are recorded by their commit, which for a branch or tag is not known here
+    if re.fullmatch("[0-9a-f]{40}", args.revision or ""):
         now["revision"] = args.revision
     if not is_remote(args) and all(path.exists() for path in args.source + args.val_source):
         now |= hash_inputs(list_files(args)[0])

@@ -162,7 +162,7 @@ def hub(tmp_path, monkeypatch):
     from fsspec.registry import _registry
 
     hub = mock.Mock()
-    hub.ask.side_effect = lambda repo, revision, timeout: SimpleNamespace(sha=revision or REVISION)
+    hub.ask.return_value = SimpleNamespace(sha=REVISION)  # also of a tag
 
     class FakeHub(DirFileSystem):
         protocol = "hf"
@@ -193,15 +193,14 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, words, repo, form, revision):
     texts = corpus_texts()
     files = {form.format("a"): texts[:20], form.format("b"): texts[20:]}
     files["sample/10BT/string.parquet"] = ["no"]
-    commit = revision or REVISION
     for name, part in files.items():
-        write_file(tmp_path / f"datasets/{repo}@{commit}" / name, part)
+        write_file(tmp_path / f"datasets/{repo}@{REVISION}" / name, part)
     args = [*words.split(), "--val-fraction", 0.2]
     prepared = tmp_path / "out" / args[0]
     assert f"{prepared.name}: 2 files, " in run(*args)
     assert documents_of(prepared) == split_of(texts, 0.2)
     source = check_dataset(prepared, 257).source
-    assert source["revision"] == commit
+    assert source["revision"] == REVISION
     assert source["config"] == ("default" if revision else "proof-pile-2")
     hub.ask.assert_called_once_with(repo, revision=revision, timeout=30)
     if not revision:  # in one request from beginning to end
@@ -209,8 +208,8 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, words, repo, form, revision):
 
     hub.ask.side_effect = OSError  # what is there needs no hub
     assert "already there" in run(*args)
-    says = f"revision was '{commit}', is 'other'"
-    assert says in run(*args, "--revision", "other", code=2)
+    other = "0" * 40
+    assert f"revision was '{REVISION}', is '{other}'" in run(*args, "--revision", other, code=2)
 
 
 def test_a_lost_connection_and_a_hub_out_of_reach(run, hub, tmp_path, monkeypatch):
