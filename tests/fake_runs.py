@@ -117,9 +117,6 @@ def with_other(config: configure.Config, key: str) -> configure.Config:
     return config.model_copy(update={section: part.model_copy(update={name: other})})
 
 
-OF_ROUTERS = ("router/", "val/load", "val/dead", "val/gate")
-
-
 def metric_lines(
     config: configure.Config,
     end: float = 2.0,
@@ -138,20 +135,30 @@ def metric_lines(
     own = np.random.default_rng([config.run.seed, zlib.crc32(model.router.encode())])
     shift = 0.1 * (config.run.seed % 2) + noise * own.standard_normal()
     shares = own.dirichlet(np.ones(model.n_expert), model.n_layer)
+    of_routers = "router/", "val/load", "val/dead", "val/gate"
     if model.router == "dense":
-        without = (*without, *OF_ROUTERS)
-    if not model.router.startswith("kern"):
-        without = (*without, "router/gamma")
+        without = (*without, *of_routers)
     lines = []
     for i in range(round(points * until) + 1):
         step, left = steps * i // points, 1 - i / points
         at = {"step": step, "tokens": step * config.train.batch_size * model.block_size}
         loss = end + 3 * left**4 + shift
-        log = {"train/loss": loss + 0.1, "perf/tokens_per_sec": 1000.0 + i}
-        log |= {"router/load_imbalance": 4 + left, "router/entropy": 3 + left}
-        log |= {"router/gate_norm": 2 - left, "router/gamma": 1.5 - left / 2}
-        val = {"val/loss": loss, "val/gate_norm": 2 - left, "val/load_imbalance": 2 + left}
-        val |= {"val/dead_experts": 5, "val/loads": np.floor(1000 * shares)}
+        log = {
+            "train/loss": loss + 0.1,
+            "perf/tokens_per_sec": 1000.0,
+            "router/load_imbalance": 4.0,
+            "router/entropy": 3.0,
+            "router/gate_norm": 2.0,
+        }
+        if model.router.startswith("kern"):
+            log["router/gamma"] = 1.5
+        val = {
+            "val/loss": loss,
+            "val/gate_norm": 2.0,
+            "val/load_imbalance": 2.0,
+            "val/dead_experts": 5,
+            "val/loads": np.floor(1000 * shares),
+        }
         for values in (log, val) if i else (val,):
             kept = {key: values[key] for key in values if not key.startswith(tuple(without))}
             lines.append(at | kept)
