@@ -4,7 +4,7 @@ checkpoint's manifest.
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def metric_lines(
     points: int = 10,
     until: float = 1.0,
     without: Sequence[str] = (),
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Lines of a metrics.jsonl, with `points` evaluations after step 0 of a run that trained the
     part `until`.
 
@@ -135,10 +135,8 @@ def metric_lines(
     own = np.random.default_rng([config.run.seed, zlib.crc32(model.router.encode())])
     shift = 0.1 * (config.run.seed % 2) + noise * own.standard_normal()
     shares = own.dirichlet(np.ones(model.n_expert), model.n_layer)
-    of_routers = "router/", "val/load", "val/dead", "val/gate"
     if model.router == "dense":
-        without = (*without, *of_routers)
-    lines = []
+        without = (*without, "router/", "val/load", "val/dead", "val/gate")
     for i in range(round(points * until) + 1):
         step, left = steps * i // points, 1 - i / points
         at = {"step": step, "tokens": step * config.train.batch_size * model.block_size}
@@ -161,8 +159,7 @@ def metric_lines(
         }
         for values in (log, val) if i else (val,):
             kept = {key: values[key] for key in values if not key.startswith(tuple(without))}
-            lines.append(at | kept)
-    return lines
+            yield at | kept
 
 
 def add_checkpoint(folder: Path, step: int = 100, **facts: str) -> Path:

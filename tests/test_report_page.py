@@ -229,6 +229,7 @@ def test_runs_with_little_in_them(tmp_path, call, shape):
         assert len(images) == 1 and "These runs are not compared yet." in page
         return
     assert "softmax kern undecided (1 seed) +0.5000 - " in page
+    assert images[0] == "Loss: Against kern: 1 undecided."
     assert len(images) == (2 if "without" in shape else 3)
 
 
@@ -247,34 +248,34 @@ def test_the_default_folder_and_the_papers_numbers(tmp_path, monkeypatch, call):
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_bad_input(tmp_path, call):
-    kern = make_run(tmp_path / "kern")
-    other = make_run(tmp_path / "other", "model.gate_norm=2")
+def test_bad_input(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    for name in ("kern", "nan", "empty", "cut"):
+        make_run(tmp_path / name, until=name in ("kern", "cut"))
+    make_run(tmp_path / "other", "model.gate_norm=2")
+    (tmp_path / "nan/metrics.jsonl").write_text('{"step": 0, "tokens": 1, "val/loss": NaN}\n')
+    (tmp_path / "empty/metrics.jsonl").write_text("")
+    (tmp_path / "cut/arrays/val_00001000.npz").write_bytes(b"PK")
     names = "kern; kern, gate_norm 2; kern, gate_norm own"
-    nan, empty = (make_run(tmp_path / name, until=0) for name in ("nan", "empty"))
-    (nan / "metrics.jsonl").write_text('{"step": 0, "tokens": 1, "val/loss": NaN}\n')
-    (empty / "metrics.jsonl").write_text("")
-    cut = make_run(tmp_path / "cut")
-    (cut / "arrays/val_00001000.npz").write_bytes(b"PK")
     for arguments, said in [
-        ([cut], "cut/arrays/val_00001000.npz is damaged"),
-        ([tmp_path / "kernel"], "no such folder"),
-        ([kern, other, "--baseline", "softmx"], f"--baseline 'softmx': the runs have {names}"),
-        ([kern, "--out", kern / "config.toml"], "a file, not a folder"),
-        ([kern, "--out", kern / "config.toml/x"], "a file is where a folder is needed"),
-        ([nan], "failed at step 0 of 1,000: val/loss is nan; continue with train.py"),
-        ([empty], "stopped at step 0 of 1,000; continue with train.py"),
-        ([kern, "--experiment", "small"], "--experiment small: not a file in config/paper; "),
-        ([kern, other, "--over", "model.router"], "--over model.router: expected a key that is a"),
-        ([kern, other, "--over", "model.gate_nrm"], "--over model.gate_nrm: expected a key"),
-        ([kern, other, "--over", "run.seed"], "--over run.seed: expected a key that is a number,"),
-        ([kern, other, "--over", "optim.lr"], "--over optim.lr: the runs that ended have 1 value"),
+        ("cut", "cut/arrays/val_00001000.npz is damaged"),
+        ("kernel", "no such folder"),
+        ("kern other --baseline softmx", f"--baseline 'softmx': the runs have {names}"),
+        ("kern --out kern/config.toml", "a file, not a folder"),
+        ("kern --out kern/config.toml/x", "a file is where a folder is needed"),
+        ("nan", "failed at step 0 of 1,000: val/loss is nan; continue with train.py"),
+        ("empty", "stopped at step 0 of 1,000; continue with train.py"),
+        ("kern --experiment small", "--experiment small: not a file in config/paper; "),
+        ("kern other --over model.router", "--over model.router: expected a key that is a"),
+        ("kern other --over model.gate_nrm", "--over model.gate_nrm: expected a key"),
+        ("kern other --over run.seed", "--over run.seed: expected a key that is a number,"),
+        ("kern other --over optim.lr", "--over optim.lr: the runs that ended have 1 value"),
     ]:
-        error = call(report.main, *arguments, code=2)
+        error = call(report.main, *arguments.split(), code=2)
         assert said in error and len(error.splitlines()) == 1 and error.startswith("error: ")
     for margin in ("-1", "inf"):
         with pytest.raises(SystemExit, match="2"):
-            report.main([str(kern), "--margin", margin])
+            report.main(["kern", "--margin", margin])
 
 
 def test_follow_writes_the_page_again(tmp_path, monkeypatch):
