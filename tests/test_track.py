@@ -9,6 +9,7 @@ from collections import Counter
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,12 +17,10 @@ from conftest import TINY
 from matplotlib.figure import Figure
 from scipy import stats
 
-import configure
 from configure.schema import KEYS
 from data.bins import open_tokens, read_meta
 from data.loader import Loader, choose_validation, identify
 from report import plots
-from router import find_spec
 from runtime.launch import EXIT_CODE, Stop
 from track import counting, runner, table
 from track.__main__ import main
@@ -65,6 +64,7 @@ balance_loss_coef = [0.01, 0.02]
 overrides = ["train.max_steps=3", "eval.interval=3"]
 
 [track.arms]
+dense = {{ router = "dense", balance = "none" }}
 softmax-renorm-loss = {{ router = "softmax-renorm", balance = "loss" }}
 kern-loss = {{ router = "kern", balance = "loss" }}
 
@@ -158,8 +158,6 @@ def test_questions_are_trained_in_pairs_by_setting():
     for half in range(2, 49, 2):  # of the first 48 runs: pairs are complete
         counts = Counter(setting for _, setting in missing[:half])
         assert set(counts.values()) == {2} and sorted(counts) == list(range(half // 2))
-    for arm in PROTOCOL.arms.values():
-        find_spec(arm.router)
 
 
 def test_pairs_are_made_alike(tmp_path):
@@ -182,20 +180,23 @@ def test_pairs_are_made_alike(tmp_path):
 
 
 # ---- score
-NEARLY = {setting: 0.0001 * (-1) ** setting for setting in range(24)}
-SMALL = {setting: -0.003 + 0.0001 * (-1) ** setting for setting in range(24)}
-WIDE = {setting: 0.02 * (-1) ** setting for setting in range(24)}
+def spread(mean, deviation=1e-4, n=24):
+    """{setting: difference}, by turns above and below a mean."""
+    return {setting: mean + deviation * (-1) ** setting for setting in range(n)}
+
+
+SMALL = spread(-0.003)
 
 
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [
-        ({s: -1.0 for s in range(23)}, "runs are going on"),
-        ({s: -0.01 + value for s, value in SMALL.items()}, "lower"),
-        ({s: 0.01 + value for s, value in NEARLY.items()}, "higher"),
+        (spread(-1, n=23), "runs are going on"),
+        (spread(-0.013), "lower"),
+        (spread(0.01), "higher"),
         (SMALL, "lower, by less than 0.005"),
-        (NEARLY, "equivalent"),
-        (WIDE, "undecided"),
+        (spread(0), "equivalent"),
+        (spread(0, 0.02), "undecided"),
         # 18 of 24 lower: p 0.023 by the sign test, though the mean of the others is decided
         ({**SMALL, **dict.fromkeys(range(6), math.inf)}, "undecided"),
         ({**SMALL, **dict.fromkeys(range(4), math.inf)}, "lower, by a sign test"),  # p 0.0015
@@ -208,48 +209,31 @@ def test_verdicts(differences, verdict):
 
 
 def test_an_answer_is_a_paired_t_test_without_diverged_runs():
-    rng = np.random.default_rng(0)
-    losses = rng.normal(1.3, 0.01, (5, 2)).round(6).tolist()
-    losses[1][1] = losses[2][0] = None
-    lines = []
-    for setting, of_pair in enumerate(losses):
-        for (arm, _), loss in zip(list_pairs(PROTOCOL, "kern")[setting], of_pair, strict=True):
-            lines.append(make_line(arm, setting, loss))
-    rng.shuffle(lines)
+    losses = [1.31, 1.3, 1.29, None, None, 1.32, 1.33, 1.28, 1.3, 1.34]
+    runs = [run for pair in list_pairs(PROTOCOL, "kern") for run in pair]
+    lines = [make_line(*run, loss) for run, loss in zip(runs, losses, strict=False)][::-1]
     one = answer(PROTOCOL, "kern", lines)
-    kern, reference = zip(*(pair for pair in losses if None not in pair), strict=True)
-    expected = stats.ttest_rel(kern, reference)
-    mean = np.subtract(kern, reference).mean()
-    assert one.mean == pytest.approx((mean, *expected.confidence_interval(), expected.pvalue, 3))
+    expected = stats.ttest_1samp([0.01, 0.05, -0.04], 0)
+    interval = expected.confidence_interval()
+    assert one.mean == pytest.approx((0.02 / 3, *interval, expected.pvalue, 3))
     minus = "softmax-renorm-loss / softmax-renorm-quantile"
     cells = [str(one.mean), f"{expected.pvalue:.2g}", "**runs are going on**", "5 of 24", "1, 2"]
     assert table.tabulate_questions(PROTOCOL, [one])[1] == [["kern", minus, *cells]]
-
-    def row(arm, side, settings):
-        ended = [losses[setting][side] for setting in settings if losses[setting][side]]
-        n_diverged = len(settings) - len(ended)
-        mean = f"{np.mean(ended):.4f}"
-        return [arm, str(len(settings)), mean, "", "2.0", "1.0", str(n_diverged)]
-
     assert table.tabulate_arms(PROTOCOL, lines, 1.3332)[1] == [
         ["counting", "", "", "1.3332", "", "", ""],
-        row("softmax-renorm-loss", 1, (0, 2, 4)),
-        row("softmax-renorm-quantile", 1, (1, 3)),
-        row("kern-loss", 0, (0, 2, 4)),
-        row("kern-quantile", 0, (1, 3)),
+        ["softmax-renorm-loss", "3", "1.3200", "", "2.0", "1.0", "0"],
+        ["softmax-renorm-quantile", "2", "1.2800", "", "2.0", "1.0", "1"],
+        ["kern-loss", "3", "1.3050", "", "2.0", "1.0", "1"],
+        ["kern-quantile", "2", "1.3100", "", "2.0", "1.0", "0"],
     ]
 
 
 def test_verdicts_are_as_often_right_as_the_page_says():
     """Edition 2's variances: router x setting 0.0048, seeds 0.0069 with a correlation of 0.65."""
-    rng = np.random.default_rng(1)
+    deviation = math.sqrt(2 * (0.0048**2 + (1 - 0.65) * 0.0069**2))  # of a pair's difference
+    assert deviation == pytest.approx(PROTOCOL.pilot_sd, rel=0.01)
     n = 4000
-    interaction = rng.normal(0, 0.0048, (n, 24, 2))
-    common = rng.normal(0, 0.0069 * math.sqrt(0.65), (n, 24, 1))
-    own = rng.normal(0, 0.0069 * math.sqrt(0.35), (n, 24, 2))
-    losses = interaction + common + own  # equal routers
-    equal = losses[..., 0] - losses[..., 1]
-    assert equal.std() == pytest.approx(PROTOCOL.pilot_sd, rel=0.01)
+    equal = np.random.default_rng(1).normal(0, deviation, (n, 24))  # equal routers
 
     def share(truth, *starts):
         answers = [Answer("kern", 24, dict(enumerate(row))) for row in equal - truth]
@@ -273,74 +257,60 @@ def test_the_best_rate_is_the_lowest_point_of_a_parabola():
 
 
 # ---- counting
-def kneser_ney(train, history, vocab_size, is_longest=True):
-    """Modified Kneser-Ney from its definition: {next token: probability} after a history."""
-    n = len(history) + 1
-    grams = Counter()
-    for text in train:
-        for start in range(len(text) - n + 1):
-            grams[tuple(text[start : start + n])] += 1
+def kneser_ney(train, history, is_longest):
+    """Modified Kneser-Ney from its definition: each of 4 tokens' probability after a history."""
+    n = len(history) + (1 if is_longest else 2)
+    grams = [tuple(text[at : at + n]) for text in train for at in range(len(text) - n + 1)]
     if not is_longest:  # kinds of tokens before
-        before = {
-            tuple(text[start : start + n + 1]) for text in train for start in range(len(text) - n)
-        }
-        grams = Counter(gram[1:] for gram in before)
+        grams = [gram[1:] for gram in set(grams)]
+    grams = Counter(grams)
     n1, n2, n3, n4 = (max(1, list(grams.values()).count(count)) for count in (1, 2, 3, 4))
     y = n1 / (n1 + 2 * n2)
     discounts = {1: 1 - 2 * y * n2 / n1, 2: 2 - 3 * y * n3 / n2, 3: 3 - 4 * y * n4 / n3}
     discounts = {0: 0.0} | {count: max(0.0, value) for count, value in discounts.items()}
-    if n == 1:
-        lower = dict.fromkeys(range(vocab_size), 1 / vocab_size)
+    if not history:
+        lower = [0.25] * 4
     else:
-        lower = kneser_ney(train, history[1:], vocab_size, is_longest=False)
-    counts = {token: grams[(*history, token)] for token in range(vocab_size)}
-    total = sum(counts.values())
+        lower = kneser_ney(train, history[1:], is_longest=False)
+    counts = [grams[(*history, token)] for token in range(4)]
+    total = sum(counts)
     if not total:
         return lower
-    freed = sum(discounts[min(3, count)] for count in counts.values())
-    return {
-        token: (count - discounts[min(3, count)] + freed * lower[token]) / total
-        for token, count in counts.items()
-    }
+    freed = sum(discounts[min(3, count)] for count in counts)
+    return [
+        (count - discounts[min(3, count)] + freed * lower[token]) / total
+        for token, count in enumerate(counts)
+    ]
 
 
 @pytest.mark.parametrize("context", [1, 2, 3])
 def test_counting_by_hand(context):
-    """Every probability, also after histories never seen and at a window's start."""
+    """Also after histories never seen, and at a window's start."""
     rng = np.random.default_rng(2)
-    vocab_size = 4
-    train = rng.choice(vocab_size, (12, 9), p=[0.5, 0.3, 0.15, 0.05])
-    starts = rng.choice(vocab_size, (20, 5))
-    for length in (1, 2, 4):
-        for start in starts:
-            history = tuple(start[:length].tolist())
-            val = np.array([[*history, token] for token in range(vocab_size)])
-            last = counting.predict(train, val, vocab_size, context)[:, -1]
-            assert last.sum() == pytest.approx(1)
-            kept = history[-context:]
-            expected = kneser_ney(train.tolist(), kept, vocab_size, len(kept) == context)
-            assert dict(enumerate(last)) == pytest.approx(expected)
+    train = rng.choice(4, (12, 9), p=[0.5, 0.3, 0.15, 0.05])
+    val = rng.choice(4, (60, 5))
+    predicted = counting.predict(train, val, 4, context)
+    for row, window in enumerate(val.tolist()):
+        for at in range(1, 5):
+            history = window[max(0, at - context) : at]
+            expected = kneser_ney(train.tolist(), history, len(history) == context)
+            assert sum(expected) == pytest.approx(1)
+            assert predicted[row, at] == pytest.approx(expected[window[at]])
 
 
 def test_counting_of_a_contest(rules, tmp_path, corpus, monkeypatch):
     """It is of the windows of setting 0; no window's first token is predicted."""
-    dense = 'dense = { router = "dense", balance = "none" }\n\n[track.questions]'
-    Path(rules).write_text(Path(rules).read_text().replace("[track.questions]", dense))
     for name, value in (("FILE", rules), ("RECORDS", tmp_path), ("CONTEXT", 1)):
         monkeypatch.setattr(counting, name, value)
     assert counting.main([]) == 0
-    config = configure.load(rules, ["--run.name=a"])
-    block, batch = config.model.block_size, config.train.batch_size
-    loader = Loader(open_tokens(corpus / "tiny", "train"), block, batch, 300)
-    train = []
-    for step in range(3):
-        inputs, targets = loader.batch(step)
-        train += [[*x, y[-1]] for x, y in zip(inputs.tolist(), targets.tolist(), strict=True)]
+    loader = Loader(open_tokens(corpus / "tiny", "train"), 32, 8, 300)
+    train = [
+        np.hstack([inputs, targets[:, -1:]]) for inputs, targets in map(loader.batch, range(3))
+    ]
     tokens = open_tokens(corpus / "tiny", "val")
-    val = []
-    for window in choose_validation([tokens], block, config.eval.windows).windows.tolist():
-        val.append(tokens.read(window * block, block + 1))
-    predicted = counting.predict(np.array(train), np.array(val), config.model.vocab_size, 1)
+    places = 32 * choose_validation([tokens], 32, 6).windows
+    val = np.array([tokens.read(place, 33) for place in places.tolist()])
+    predicted = counting.predict(np.vstack(train), val, 257, 1)
     losses = json.loads((tmp_path / "counting.json").read_text())
     assert losses == {"main": pytest.approx(-np.log(predicted[:, 1:]).mean(), abs=1e-4)}
 
@@ -351,36 +321,23 @@ CHANGED = "is another arm than the one of this name now, or has another seed"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("given", "words"),
     [
         ({"loss": -7.4}, "main.jsonl, line 2: loss = -7.4: should be greater than 0"),
         ({"loss": math.log(257)}, "should be less than 5.549"),
         ({"loss": "1.3"}, "loss = '1.3': should be a valid number"),
         ({"zero_gates": 7.5}, "zero_gates"),
         ({"made": {**RECORD["made"], "commit": "HEAD"}}, "made.commit"),
-        ('{"format": 2, "edition": 2}', "line 2: arm is missing"),
-        ("{", "main.jsonl, line 2: not JSON"),
+        (json.dumps(RECORD).replace('"arm": "kern-loss", ', "").encode(), "line 2: arm is missing"),
+        (b"{", "main.jsonl, line 2: not JSON"),
         ({}, "main.jsonl, line 2: kern-loss, setting 0 is there before"),
         ({"arm": "mine"}, CHANGED),
         ({"options": {**RECORD["options"], "hash_layers": 1}, "setting": 1, "seed": 301}, CHANGED),
         ({"setting": 1}, CHANGED),
-    ],
-)
-def test_damaged_records(change, words, tmp_path, capsys):
-    text = change if isinstance(change, str) else json.dumps({**RECORD, **change})
-    (tmp_path / "main.jsonl").write_text(f"{json.dumps(RECORD)}\n{text}\n")
-    assert main(["--records", str(tmp_path), "verify"], Stop()) == 2
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
         ("run --only tanh", "--only tanh: expected some of kern"),
         ("run --rung small", "--rung small: expected main"),
         ("run --parallel 0", "--parallel and --rerun: expected a positive number"),
         ("verify --rerun -1", "--parallel and --rerun: expected a positive number"),
-        ("enter nope --rung main", "no router 'nope'"),
         ("enter mine --spec tanh,foo --rung main", "no router 'tanh,foo'"),
         ("enter Mine --spec tanh --balance loss --rung main", "'Mine': take another name"),
         (
@@ -399,11 +356,16 @@ def test_damaged_records(change, words, tmp_path, capsys):
         (("[track]\n", "[track\n"), "TOML"),
     ],
 )
-def test_bad_arguments_and_rules(arguments, words, rules, tmp_path, capsys):
-    if not isinstance(arguments, str):
-        text = Path(rules).read_text().replace(*arguments, 1)
-        Path(rules).write_text(text)
-        arguments = "verify"
+def test_bad_records_arguments_and_rules(given, words, rules, tmp_path, capsys):
+    """A change of the record, the line itself, arguments, or two texts of the rules."""
+    arguments = "verify"
+    if isinstance(given, str):
+        arguments = given
+    elif isinstance(given, tuple):
+        Path(rules).write_text(Path(rules).read_text().replace(*given, 1))
+    else:
+        text = given.decode() if isinstance(given, bytes) else json.dumps({**RECORD, **given})
+        (tmp_path / "main.jsonl").write_text(f"{json.dumps(RECORD)}\n{text}\n")
     records = ["--track", rules, "--records", str(tmp_path)]
     assert main([*records, *arguments.split()], Stop()) == 2
     message = capsys.readouterr().err
@@ -417,9 +379,13 @@ def test_runs_are_recorded_as_they_end(rules, tmp_path, monkeypatch, capsys):
     """
     full = "no space left on device"
     nan = "error: val loss nan at step 3, the run has diverged"
-    ends = [full, 1.5, "stopped", 1.4, full, nan, 1.3]  # the fourth ends before it is stopped
-    measured = '{{"step": {}, "tokens": 1, "val/loss": {}, "val/load_imbalance": 2.5, '
-    measured += '"val/gate_norm": {}}}\n'
+    line = (
+        '{"step": 0, "tokens": 1, "val/load_imbalance": 2.5, "val/loss": 5.5, "val/gate_norm": 1}\n'
+    )
+    measured = line + line.replace("0", "3", 1).replace("1}", "2}")
+    low, middle, high = (measured.replace("5.5", loss) for loss in ("1.3", "1.4", "1.5"))
+    # the fourth ends before it is stopped
+    ends = [full, high, "stopped", middle, full, nan, low]
     trained = []
 
     def train_points(file, points, shares, stop):
@@ -429,13 +395,9 @@ def test_runs_are_recorded_as_they_end(rules, tmp_path, monkeypatch, capsys):
             trained.append(point.number)
             (point.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             stop.asked |= end == "stopped"
-            if isinstance(end, str):
-                (point.folder / "train.log").write_text(end)
-                yield point, EXIT_CODE if stop.asked else 1
-            else:
-                text = measured.format(0, 5.5, 1.0) + measured.format(3, end, 2.0)
-                (point.folder / "metrics.jsonl").write_text(text)
-                yield point, 0
+            is_whole = "{" in end
+            (point.folder / ("metrics.jsonl" if is_whole else "train.log")).write_text(end)
+            yield point, 0 if is_whole else EXIT_CODE if stop.asked else 1
 
     monkeypatch.setattr(runner, "train_points", train_points)
     command = ["--track", rules, "--records", str(tmp_path / "records"), "run", "--parallel", "2"]
@@ -503,12 +465,12 @@ def test_the_page_has_the_records_tables(tmp_path, monkeypatch):
     for (arm, loss), setting in product(losses.items(), (1, 3)):  # a balance loss at even settings
         append_line(tmp_path / "main.jsonl", make_line(arm, setting, loss + setting / 100))
     shutil.copy(RECORDS / "counting.json", tmp_path)
-    drawn = []
-    monkeypatch.setattr(plots, "draw_differences", lambda *args: drawn.append(args) or Figure())
+    draw = mock.Mock(return_value=Figure())
+    monkeypatch.setattr(plots, "draw_differences", draw)
     assert main(["--records", str(tmp_path), "table"], Stop()) == 0
     assert f"(records/{tmp_path.name}/differences.svg)" in page.read_text()
     assert (tmp_path / "differences.svg").exists()
-    ((title, means, levels),) = drawn
+    title, means, levels = draw.call_args.args
     assert title == "minus softmax-renorm, nats per byte"
     assert {name: mean.mean for name, mean in means.items()} == pytest.approx(
         {"kern": 0.01, "kern-quantile": 0.01, "tanh-quantile": -0.02}
