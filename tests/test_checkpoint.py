@@ -195,6 +195,8 @@ def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged
     kept = ["step_00000001", "step_00000004"]
     assert names(tmp_path) == [*kept, "step_00000004.damaged", "step_00000005.damaged"]
     assert checkpoint.latest(tmp_path, ALONE)[0] == 4
+    flip(tmp_path / "step_00000004/__0_0.distcp", 1000)  # once more at a step
+    assert checkpoint.latest(tmp_path, ALONE)[0] == 1
 
 
 def test_what_interrupted_saves_left_is_removed_at_the_next_start_or_named(
