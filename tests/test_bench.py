@@ -50,15 +50,3 @@ def test_rows_of_steps(tiny_file, tmp_path, monkeypatch):
         of_all | {"alternative": "tiny-dense", "ms": 2000.0, "tokens/s": 128, "ratio": 1.0},
         of_all | {"alternative": "tiny-kern", "ms": 1000.0, "tokens/s": 256, "ratio": 0.5},
     ]
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        ("moe --model.router=kern", "moe takes no config keys"),
-        ("moe --rounds 0", "expected 1 or more"),
-        ("step none.toml", "none.toml"),
-    ],
-)
-def test_bad_input_is_one_line(words, error, call):
-    assert error in call(bench.main, *words.split(), code=2)

@@ -104,7 +104,6 @@ def test_wrong_kernels_are_left_unused(tiny, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("router", ["kern", "dense"])
-def test_kernels_of_125m_pass(dtype, router):
-    assert find_wrong_kernel(Model(router=router), 32 * 1024, torch.device("cuda"), dtype) == ""
+def test_kernels_of_125m_pass():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert find_wrong_kernel(Model(), 32 * 1024, torch.device("cuda"), dtype) == ""

@@ -4,7 +4,6 @@ halted.
 
 import json
 import math
-import shutil
 import statistics
 from functools import partial
 from pathlib import Path
@@ -12,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from numerics import SEED, Operators, assert_near, tolerance
-from runs import checkpoints, end, metrics, run, steps
+from runs import metrics, run, steps
 
 from configure.schema import Model, Optim
 from data.bins import open_tokens
 from data.loader import Loader
 from eval.trained import load_model
-from kernels import choose_backend, cross_entropy
+from kernels import cross_entropy
 from model import GPT
 from runtime import RunError, folder
 from runtime.optimizers import (
@@ -60,32 +59,12 @@ def test_copies_follow_the_weights_and_stay_where_they_are():
     assert [copied.data_ptr() for copied in half.copies.values()] == addresses
 
 
-def test_run_with_copies_resumes_to_the_bit(tiny, monkeypatch):
-    """It casts once where the other run has the kernel's copies. float16: the interpreter truncates
-    bfloat16.
-    """
-    # experts themselves take torch's
-    choose = partial(choose_backend, "triton")
-    monkeypatch.setattr("runtime.optimizers.choose_backend", lambda _, *args: choose(*args))
-    more = [
-        "train.checkpoint_interval=2",
-        "train.ema_decay=0.9",
-        "eval.interval=3",
-        "train.max_steps=5",
-    ]
-    run(config := tiny("train.dtype=float16", *more))
-    whole = end(config)
-    shutil.rmtree(checkpoints(config) / "step_00000005")
-    run(config)
-    assert end(config) == whole and steps(config) == [4, 5]
-
-
 def test_a_kernels_step_stays_within_its_weights():
     adamw_step = pytest.importorskip("kernels.triton_adamw").adamw_step
     buffers = [torch.full((4000,), 7.0) for _ in range(4)]
     buffers.append(torch.full((4000,), 7.0, dtype=torch.bfloat16))
     numbers = torch.ones(()), torch.ones(()), torch.zeros(())
-    adamw_step(*(buffer[333:2999] for buffer in buffers), *numbers, 0.1, (0.5, 0.95), 1e-8, 0.5)
+    adamw_step(*(buffer[333:2999] for buffer in buffers), *numbers, 0.1, (0.0, 0.95), 1e-8, 0.5)
     for buffer in (buffers[0], buffers[4]):
         assert (buffer < 7).nonzero().flatten().tolist() == [*range(333, 2999)]
         assert len(buffer.unique()) == 2
