@@ -502,3 +502,7 @@ def test_saver_of_many_ranks_waits_only_after_errors_that_all_ranks_raise(tmp_pa
     with pytest.raises(error), saver:
         raise error("a rank is lost")
     assert bool(waited) == waits
+    saver.writers = None  # a rank alone has nobody to wait for
+    with pytest.raises(error), saver:
+        raise error("a rank is lost")
+    assert len(waited) == 1 + waits

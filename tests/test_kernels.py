@@ -199,6 +199,18 @@ def test_what_half_precision_could_not_hold(make, on_layout, monkeypatch):
     assert_equals_reference(leaves, on_layout(experts), d_out)
 
 
+def test_gates_are_not_rounded_to_bfloat16(on_layout):
+    """177 / 128 is a number in bfloat16, and the other gate is nearest to it."""
+    leaves, experts, _ = make_inputs(*CASES["typical"])
+    x, w_in, w_out, gates = (tensor.detach().bfloat16() for tensor in leaves)
+    less, more = (
+        expert_mlp(x, w_in, w_out, torch.full(gates.shape, gate), on_layout(experts), "torch")
+        for gate in (177 / 128, 177 / 128 + 0.0035)
+    )
+    less, more = less.double(), more.double()
+    assert (less * more).sum() / less.square().sum() == pytest.approx(1.0025, abs=1e-3)
+
+
 def test_torch_repeats_bit_for_bit_and_leaves_its_inputs_alone(on_layout):
     """Also in a backward pass under autocast of a forward pass before it."""
     leaves, experts, d_out = make_inputs(*CASES["typical"])

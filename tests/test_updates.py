@@ -13,6 +13,7 @@ import torch
 from numerics import SEED, Operators, assert_near, tolerance
 from runs import metrics, run, steps
 
+from balance import MARGIN_BINS, SelectionBias
 from configure.schema import Model, Optim
 from data.bins import open_tokens
 from data.loader import Loader
@@ -301,6 +302,22 @@ def test_a_bad_loss_of_finite_gradients_changes_no_weight(loss):
     assert torch.equal(flat(model), before)
     updates.numbers.copy_(torch.arange(141))  # the places that checkpoints have had from the start
     assert updates.read() == (0, 1, 2, 3, 4, 9, 10, 11, 12)
+
+
+def test_a_skipped_step_leaves_muons_means_and_the_biases():
+    model = GPT(SMALL.model_copy(update={"router": "kern"}))
+    optimizers = build_optimizer(model, Optim(name="muon"))
+    state = str(optimizers.state)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.nan)
+    optimizers.step(torch.ones(()), torch.ones(()))
+    assert str(optimizers.state) == state and flat(model).isfinite().all()
+    routers = [block.mlp.router for block in model.blocks]
+    margins = torch.ones(len(routers), SMALL.n_expert, MARGIN_BINS, dtype=torch.int64)
+    margins[:, 0, :500] = 9
+    for taken in (False, True):
+        SelectionBias(routers, "quantile", 0.0).update(margins, margins, torch.tensor(taken))
+        assert (routers[0].selection_bias == 0).all() == (not taken)
 
 
 def test_a_skipped_step_leaves_the_mean_of_weights():
