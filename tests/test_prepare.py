@@ -244,10 +244,8 @@ def test_defaults_of_a_corpus(words, wanted):
     assert {key: args[key] for key in wanted} == wanted
 
 
-def test_the_list_of_corpora_fits_a_terminal(call):
-    lines = call(prepare.main, "--list").splitlines()
-    assert {f"[{corpus}]" for corpus in SOURCES} <= {*lines}
-    assert all(len(line) <= 80 or "https://" in line for line in lines)
+def test_the_list_has_all_corpora(call):
+    assert {f"[{corpus}]" for corpus in SOURCES} <= {*call(prepare.main, "--list").splitlines()}
 
 
 BAD_ARGUMENTS = {
