@@ -316,6 +316,11 @@ class Model(Section):
     )
 
     @property
+    def has_tables(self) -> bool:
+        """Return True if layers choose experts by tables, which have top_k columns."""
+        return self.n_hash_layer > 0
+
+    @property
     def active_hidden(self) -> int:
         """Hidden units of a block that act on a token."""
         return (self.top_k + self.n_shared_expert) * self.expert_hidden

@@ -167,7 +167,7 @@ def _find_mlp_keys(old: Model, model: Model) -> list[str]:
     keys = ["n_expert", "expert_hidden", "n_shared_expert"]
     if model.router == "dense":
         return ["router", *keys, "top_k"]
-    both_hash = old.n_hash_layer and model.n_hash_layer  # the table of a layer has K columns
+    both_hash = old.has_tables and model.has_tables  # the table of a layer has K columns
     if both_hash or model.top_k > old.n_expert:
         keys.append("top_k")
     return keys
