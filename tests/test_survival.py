@@ -187,9 +187,13 @@ def test_signal_ends_the_run_at_a_checkpoint(
     assert end(tiny(*HARD)) == undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
-def test_other_signals_that_ask_to_stop(main, tiny, at, number):
-    at("step", kill(number), after=1)
+@pytest.mark.parametrize(
+    "numbers",
+    # the last: one Ctrl-C after another signal ends nothing at once
+    [[signal.SIGUSR1], [signal.SIGINT], [signal.SIGHUP], [signal.SIGTERM, signal.SIGINT]],
+)
+def test_other_signals_that_ask_to_stop(main, tiny, at, numbers):
+    at("step", lambda: [kill(number)() for number in numbers], after=1)
     assert main(*HARD) == EXIT_CODE
     assert steps(tiny(*HARD)) == [2]
 

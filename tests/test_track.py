@@ -21,6 +21,7 @@ from configure.schema import KEYS
 from data.bins import open_tokens, read_meta
 from data.loader import Loader, choose_validation, identify
 from report import plots
+from runtime import updates
 from runtime.launch import EXIT_CODE, Stop
 from track import counting, runner, table
 from track.__main__ import main
@@ -373,12 +374,16 @@ def test_bad_records_arguments_and_rules(given, words, rules, tmp_path, capsys):
 
 
 # ---- training
-def test_runs_are_recorded_as_they_end(rules, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error", ["the run has diverged", "steps in a row skipped", "before its update"]
+)
+def test_runs_are_recorded_as_they_end(rules, tmp_path, monkeypatch, capsys, error):
     """A failure, then a stop, then the rest: no run is lost or trained twice; a run that diverged
     has a line, too.
     """
     full = "no space left on device"
-    nan = "error: val loss nan at step 3, the run has diverged"
+    assert error in Path(updates.__file__).read_text()
+    nan = f"error: {error}"
     line = (
         '{"step": 0, "tokens": 1, "val/load_imbalance": 2.5, "val/loss": 5.5, "val/gate_norm": 1}\n'
     )
