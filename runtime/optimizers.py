@@ -7,8 +7,9 @@ changes, and checkpoints and exports stay as they are.
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,9 @@ from runtime.parallel import find_mesh, local_part, own_rows
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Muon's authors
 MOMENTUM = 0.95  # of Muon, with Nesterov's form
 NEWTON_SCHULZ_STEPS = 5  # the value of its authors
+# Elements that Muon orthogonalizes at once: products of 28 matrices (768, 768) fill a GPU, and what
+# they need in bfloat16 stays below 0.3 GB. A parameter of experts is a batch of its own.
+BATCH = 2**24
 
 Group = dict[str, Any]  # a parameter group of torch.optim
 
@@ -321,7 +325,7 @@ class Muon(Optimizer):
     q (C, C), k and v (nkv·hs, C), gate and up (H, C) of an MLP and (C, H) of each expert.
     Gradients are divided by `grad_scale`, and nothing changes where `found_inf` is 1: the step is
     decided on the device, which torch.optim.Muon cannot do. The iteration runs in bfloat16 on CUDA,
-    as its authors', and in the weights' type on a CPU.
+    as its authors', and in the weights' type on a CPU, matrices of one shape in one batch.
 
     Under FSDP2 each expert is whole on one rank, which computes its step. Of other matrices every
     rank gathers the direction and computes the full step, as under DDP.
@@ -337,65 +341,82 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]  # no loss is returned
-        """Take a step with the gradients in place. There is no `closure`."""
-        take = self.found_inf == 0
+        """Take a step with the gradients in place, which it overwrites. There is no `closure`."""
+        taken = (self.found_inf == 0).float()
         for group in self.param_groups:
-            for p in group["params"]:
-                self._step_parameter(p, group, take)
+            for params in iterate_batches(group["params"]):
+                directions = [self._update_mean(p, group["momentum"], taken) for p in params]
+                split = [
+                    direction.split(*self.splits.get(p, (direction.shape[-1], -1)))
+                    for p, direction in zip(params, directions, strict=True)
+                ]
+                orthogonalize_in_place(chain.from_iterable(split), taken)
+                for p, direction, matrices in zip(params, directions, split, strict=True):
+                    weight = local_part(p)
+                    weight.mul_(1 - group["lr"] * group["weight_decay"] * taken)
+                    own = own_rows(direction, p) if p.dim() == 2 else direction
+                    size = max(matrices[0].shape[-2:])  # of each: they differ in their smaller side
+                    weight.sub_(own, alpha=group["lr"] * 0.2 * size**0.5)
 
-    def _step_parameter(self, p: Tensor, group: Group, take: Tensor) -> None:
-        """Change this rank's part of a parameter and of its running mean, if `take`, () bool."""
-        lr, momentum = group["lr"], group["momentum"]
+    def _update_mean(self, p: Tensor, momentum: float, taken: Tensor) -> Tensor:
+        """Update the running mean, if `taken`, () fp32, is 1; returns all of the direction."""
         state = self.state[p]
-        state["step"] += take.to(state["step"].dtype)
-        weight = local_part(p)
+        state["step"] += taken
         mean = local_part(state["exp_avg"])
         assert p.grad is not None
-        gradient = local_part(p.grad) / self.grad_scale
-        new_mean = mean.lerp(gradient, 1 - momentum)
-        direction = gradient.lerp(new_mean, momentum)
-        update = self._compute_update(direction, p, lr)
-        new_weight = weight * (1 - lr * group["weight_decay"]) - update
-        mean.copy_(torch.where(take, new_mean, mean))
-        weight.copy_(torch.where(take, new_weight, weight))
-
-    def _compute_update(self, direction: Tensor, p: Tensor, lr: float) -> Tensor:
-        """What this rank's part of p loses in a step, from its part of the direction."""
-        is_split = isinstance(p, DTensor) and p.dim() == 2  # else experts, each whole on one rank
-        if is_split:
+        gradient = local_part(p.grad)
+        gradient.div_(self.grad_scale).masked_fill_(taken == 0, 0.0)  # it may hold inf
+        mean.lerp_(gradient, (1 - momentum) * taken)
+        direction = gradient.lerp(mean, momentum)
+        if isinstance(p, DTensor) and p.dim() == 2:  # else experts, each whole on one rank
             shards = DTensor.from_local(
                 direction, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
             )
             direction = shards.full_tensor()
-        sizes, dim = self.splits.get(p, Split(direction.shape[-1], -1))
-        matrices = [scale_direction(matrix, lr) for matrix in direction.split(sizes, dim)]
-        update = torch.cat(matrices, dim)
-        return own_rows(update, p) if is_split else update
+        return direction.to(torch.bfloat16 if p.device.type == "cuda" else p.dtype)
 
 
-def orthogonalize(x: Tensor) -> Tensor:
-    """About U Vᵀ for each matrix U S Vᵀ of x (..., A, B): singular values become 0.7 to 1.2.
+def iterate_batches(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters to be orthogonalized together: one, or several of at most BATCH elements."""
+    batch: list[Tensor] = []
+    for p in sorted(params, key=Tensor.numel):
+        if sum(map(Tensor.numel, [*batch, p])) > BATCH and batch:
+            yield batch
+            batch = []
+        batch.append(p)
+    yield batch
 
-    Newton-Schulz steps of the quintic a s + b s³ + c s⁵ on the singular values s, all matrices in
-    one batch.
+
+def orthogonalize_in_place(matrices: Iterable[Tensor], taken: Tensor) -> None:
+    """Replace each x (..., A, B) by `orthogonalize(x, taken)`, those of one A and B at once."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for x in matrices:
+        by_shape.setdefault(x.shape[-2:], []).append(x)
+    for shape, several in by_shape.items():
+        stacks = [x.reshape(-1, *shape) for x in several]
+        results = orthogonalize(torch.cat(stacks) if stacks[1:] else stacks[0], taken)
+        for x, result in zip(several, results.split([len(s) for s in stacks]), strict=True):
+            x.copy_(result.view_as(x))
+
+
+def orthogonalize(x: Tensor, taken: Tensor) -> Tensor:
+    """About U Vᵀ for each matrix U S Vᵀ of x (M, A, B): singular values become 0.7 to 1.2.
+
+    Newton-Schulz steps of the quintic a s + b s³ + c s⁵ on the singular values s. If `taken`,
+    () fp32, is 0, the result is 0.
 
     Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
     """
     a, b, c = NEWTON_SCHULZ
     is_wide = x.shape[-2] <= x.shape[-1]
     wide = x if is_wide else x.mT
-    wide = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    wide = wide * (taken / norm)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = wide @ wide.mT
-        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+        quintic = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        wide = torch.baddbmm(wide, quintic, wide, beta=a)
     return wide if is_wide else wide.mT
-
-
-def scale_direction(x: Tensor, lr: float) -> Tensor:
-    """Learning rate times direction for x, the mean of a matrix or of a stack of them."""
-    dtype = torch.bfloat16 if x.device.type == "cuda" else x.dtype
-    step_size = lr * 0.2 * max(x.shape[-2:]) ** 0.5
-    return step_size * orthogonalize(x.to(dtype)).to(x.dtype)
 
 
 # ---- optim.transfer: initial sizes and rates that let settings tuned at one shape serve another
