@@ -9,6 +9,7 @@ import io
 import itertools
 import math
 from collections.abc import Mapping
+from statistics import median
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -83,12 +84,16 @@ def draw_losses(group: Group, baseline: str, styles: Styles) -> Figure:
     for label, run in group.curves.items():
         losses[label] = summarize_range(pd.DataFrame({0: run.series("val/loss")}))
     differences = collect_differences(group, baseline)
-    figure, panels = make_figure(2 if differences else 1)
+    by_time = {} if group.key else collect_by_time(group, losses)
+    figure, panels = make_figure(1 + bool(differences) + bool(by_time))
     title = f"validation loss, {name_unit(group.shown[0])}; range of seeds"
     plot_curves(panels[0], title, group, losses, styles)
     if differences:
         title = f"minus {baseline}'s, 95% over seeds"
         plot_curves(panels[1], title, group, differences, styles, has_zero=True)
+    if by_time:
+        plot_curves(panels[-1], "validation loss", group, by_time, styles)
+        panels[-1].set_xlabel("minutes of training, by each variant's median step")
     add_legend(figure)
     return figure
 
@@ -153,6 +158,17 @@ def collect_curves(group: Group, name: str) -> Curves:
     for variant in group.runs:
         of_seeds = pd.DataFrame(values[variant]).dropna(axis="columns", how="all")
         curves[variant] = summarize_range(of_seeds if group.key else of_seeds.dropna())
+    return curves
+
+
+def collect_by_time(group: Group, losses: Curves) -> Curves:
+    """Losses over minutes of training, without evaluations; curves of runs with logged steps."""
+    curves = {}
+    for label, points in losses.items():
+        runs = group.runs[label].values() if label in group.runs else [group.curves[label]]
+        times = [ms for run in runs for ms in run.series("perf/step_ms").values()]
+        if times:
+            curves[label] = points.set_axis(points.index * median(times) / 60_000)
     return curves
 
 

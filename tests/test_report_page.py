@@ -36,11 +36,19 @@ def read_curve(axes, label):
 
 # ---- pictures
 def test_curves_over_steps_are_those_of_the_runs(tmp_path):
-    """Mean and range of losses, and the difference with its interval; whole after the start."""
+    """Mean and range of losses, and the difference with its interval; whole after the start.
+    Half a minute a step, but for the first, makes the step times a half of the place in time.
+    """
     runs = make_seeds(tmp_path, {"kern": 2, "tanh": 2.01}, 3, noise=0.003, points=40)
+    for run in runs[3:]:
+        change_lines(
+            run, lambda line: line.update({"perf/step_ms": 9e9 if line["step"] < 99 else 3e4})
+        )
     (group,) = load_groups(*runs)
     figure = draw_losses(group)
-    losses, minus = figure.axes
+    losses, minus, by_time = figure.axes
+    in_time = read_curve(losses, "tanh") * [0.5, 1, 1, 1]
+    assert read_curve(by_time, "tanh") == pytest.approx(in_time)
     assert losses.get_title("left") == "validation loss, nats per byte; range of seeds"
     assert minus.get_title("left") == "minus kern's, 95% over seeds"
     of_losses, of_minus = [], []
