@@ -67,7 +67,7 @@ def describe_run(config: Config, args: argparse.Namespace) -> str:
 {tokens / active:,.0f} per active parameter
   checkpoint       {format_bytes(checkpoint_bytes(config))}, {config.train.keep_checkpoints} kept \
 and one being written
-  time             {hours:,.1f} h on {args.gpus} x {args.gpu}, {hours * args.gpus:,.0f} GPU hours; \
+  time             {hours:,.2f} h on {args.gpus} x {args.gpu}, {hours * args.gpus:,.2f} GPU hours; \
 MFU {mfu:.2f} ({origin})
 """
 

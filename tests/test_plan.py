@@ -62,7 +62,7 @@ def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
   FLOPs per token  {per_token / 1e9:.3f} G (forward and backward)
   tokens           6.55 B: 50,000 steps of 131,072; 5 per active parameter
   checkpoint       {12 * P / 2**30:.1f} GiB, 2 kept and one being written
-  time             {hours / gpus:,.1f} h on {gpus} x A100, {hours:,.0f} GPU hours; MFU 0.25 (given)
+  time             {hours / gpus:,.2f} h on {gpus} x A100, {hours:,.2f} GPU hours; MFU 0.25 (given)
 
 memory on each of {gpus} GPUs, 32 sequences at a time:
 """)
