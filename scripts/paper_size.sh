@@ -42,7 +42,7 @@ if [ ! -e data/packages/meta.json ]; then
     echo "prepared after $SECONDS s"
 fi
 keep() {  # the figures so far; never a part of the file
-    find "$out" -name config.toml -o -name metrics.jsonl -o -name '*.log' -o -name 'summary.txt' |
+    find "$out" -name wandb -prune -o -regex '.*[.]\(toml\|jsonl\|log\|txt\)' -print |
         tar cJf "$out/records.tmp" -T - 2> /dev/null && mv "$out/records.tmp" "$out/records.tar.xz"
 }
 trap keep EXIT
@@ -64,7 +64,11 @@ kill_and_resume() {  # a run that is killed halfway ends with the losses of one 
     [ -e "$out/whole/checkpoints/step_00000060" ] || run whole "${short[@]}" || return
     ( while ! grep -q '"step": 3[0-9]' "$out/killed/metrics.jsonl" 2> /dev/null; do sleep 0.2; done
       pkill -KILL -f -- '--run.name=killed' ) &
-    run killed "${short[@]}"  # ends with 137
+    local killer=$! before=$code
+    run killed "${short[@]}"  # ends with 137, or 124 if time was over first
+    kill "$killer" 2> /dev/null
+    [ "$code" = 124 ] && return
+    code=$before
     run killed "${short[@]}" || return
     for name in whole killed; do
         grep -o '"step": [0-9]*\|"\(train\|val\)/loss": [-0-9.e]*' "$out/$name/metrics.jsonl" > "$out/$name.losses"
