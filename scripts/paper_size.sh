@@ -7,10 +7,12 @@
 # models on a CPU. One of the pieces is a run that is killed and resumed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-minutes="${1:?minutes}"
-end=$((SECONDS + 60 * minutes))
-text="${TEXT:-text}" out="${OUT:-runs/paper_size}" python="${PYTHON:-python3}"
 stop() { echo "error: $1" >&2; exit 2; }
+# a start, a compiled step and 30 s to save take most of two minutes
+[[ "$*" =~ ^([2-9]|[1-9][0-9]+)( --rehearse)?$ ]] ||
+    stop "paper_size.sh $*: expected a whole number of minutes, 2 or more, and --rehearse or nothing"
+end=$((SECONDS + 60 * $1))
+text="${TEXT:-text}" out="${OUT:-runs/paper_size}" python="${PYTHON:-python3}"
 config=(config/paper_size/125m.toml --run.dir="$out")
 steps=()
 if [ "${2:-}" = --rehearse ]; then
