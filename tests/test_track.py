@@ -23,6 +23,8 @@ from data.loader import Loader, choose_validation, identify
 from report import plots
 from runtime import updates
 from runtime.launch import EXIT_CODE, Stop
+from runtime.memory import flops_per_token
+from scripts.plan import count_tokens
 from track import counting, runner, table
 from track.__main__ import main
 from track.contest import (
@@ -39,7 +41,7 @@ from track.contest import (
     read_lines,
 )
 from track.runner import Runner
-from track.score import Answer, answer, find_best, judge
+from track.score import Answer, answer, find_best, find_growth, judge
 
 FOLDER = Path(table.PAGE).parent
 MADE = Made(commit="a" * 40, torch="2", device="CPU", instructions="AVX2")
@@ -62,7 +64,8 @@ gate_norm = [1.0, 2.0]
 balance_loss_coef = [0.01, 0.02]
 
 [track.rungs.main]
-overrides = ["train.max_steps=3", "eval.interval=3"]
+flops = 1e9
+overrides = ["--train.max_steps=3", "--eval.interval=3"]
 
 [track.arms]
 dense = {{ router = "dense", balance = "none" }}
@@ -114,6 +117,8 @@ def rules(tmp_path: Path, corpus: Path) -> str:
 def test_arms_differ_in_router_and_balancing_alone(rung):
     """At a setting all arms have the same seed, rates and gate norm; nothing else is changed."""
     trainer = Runner(FILE, PROTOCOL, rung, Path())
+    flops = flops_per_token(trainer.config.model) * count_tokens(trainer.config)
+    assert PROTOCOL.rungs[rung].flops == pytest.approx(flops, rel=2e-3)
     base = {key: attrgetter(key)(trainer.config) for key in KEYS}
     for (name, arm), setting in product(PROTOCOL.arms.items(), (0, 1, 23)):
         drawn = draw_setting(PROTOCOL, setting)
@@ -206,7 +211,7 @@ SMALL = spread(-0.003)
     ],
 )
 def test_verdicts(differences, verdict):
-    assert judge(PROTOCOL, Answer("kern", 24, differences)) == verdict
+    assert judge(PROTOCOL, Answer("kern", "softmax", 1e9, 24, differences)) == verdict
 
 
 def test_an_answer_is_a_paired_t_test_without_diverged_runs():
@@ -229,6 +234,26 @@ def test_an_answer_is_a_paired_t_test_without_diverged_runs():
     ]
 
 
+def test_growth_is_a_t_test_of_slopes_over_compute():
+    """Settings that a rung lacks are left out; where a run diverged the slope is not finite."""
+    rng = np.random.default_rng(4)
+    flops = [2e12, 9e13, 9e14]
+    losses = rng.normal(0, 0.01, (3, 8))
+    losses[1, 2] = math.inf
+    answers = [
+        Answer("kern", "softmax", size, 8, dict(enumerate(row.tolist())))
+        for size, row in zip(flops, losses, strict=True)
+    ]
+    del answers[2].differences[5]
+    growth = find_growth("grows", answers)
+    assert list(growth.differences) == [0, 1, 2, 3, 4, 6, 7] and growth.diverged == [2]
+    slopes = [stats.linregress(np.log10(flops), losses[:, at]).slope for at in (0, 1, 3, 4, 6, 7)]
+    expected = stats.ttest_1samp(slopes, 0)
+    interval = expected.confidence_interval()
+    assert growth.mean == pytest.approx((np.mean(slopes), *interval, expected.pvalue, 6))
+    assert growth[:2] == ("grows", "softmax") and growth.planned == 8
+
+
 def test_verdicts_are_as_often_right_as_the_page_says():
     """Edition 2's variances: router x setting 0.0048, seeds 0.0069 with a correlation of 0.65."""
     deviation = math.sqrt(2 * (0.0048**2 + (1 - 0.65) * 0.0069**2))  # of a pair's difference
@@ -237,7 +262,9 @@ def test_verdicts_are_as_often_right_as_the_page_says():
     equal = np.random.default_rng(1).normal(0, deviation, (n, 24))  # equal routers
 
     def share(truth, *starts):
-        answers = [Answer("kern", 24, dict(enumerate(row))) for row in equal - truth]
+        answers = [
+            Answer("kern", "softmax", 1e9, 24, dict(enumerate(row))) for row in equal - truth
+        ]
         return sum(judge(PROTOCOL, one).startswith(starts) for one in answers) / n
 
     assert share(0, "lower", "higher") < 0.015
@@ -324,13 +351,17 @@ CHANGED = "is another arm than the one of this name now, or has another seed"
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        (json.dumps(RECORD | {"loss": math.nan}).encode(), "loss = nan: should be a finite number"),
         ({"loss": -7.4}, "main.jsonl, line 2: loss = -7.4: should be greater than 0"),
         ({"loss": math.log(257)}, "should be less than 5.549"),
         ({"loss": "1.3"}, "loss = '1.3': should be a valid number"),
         ({"zero_gates": 7.5}, "zero_gates"),
         ({"made": {**RECORD["made"], "commit": "HEAD"}}, "made.commit"),
         (json.dumps(RECORD).replace('"arm": "kern-loss", ', "").encode(), "line 2: arm is missing"),
-        (b"{", "main.jsonl, line 2: not JSON"),
+        (
+            b"{",
+            "line 2: damaged, not JSON: EOF while parsing an object at line 1 column 1; delete",
+        ),
         ({}, "main.jsonl, line 2: kern-loss, setting 0 is there before"),
         ({"arm": "mine"}, CHANGED),
         ({"options": {**RECORD["options"], "hash_layers": 1}, "setting": 1, "seed": 301}, CHANGED),
@@ -352,7 +383,12 @@ CHANGED = "is another arm than the one of this name now, or has another seed"
         ("enter tanh --balance loss", "--rung draft: expected main"),
         (("[track]\n", "[track]\nunknown = 1\n"), "unknown = 1: Extra inputs"),
         (('balance = "loss" }\n\n', 'balance = "luck" }\n\n'), "arms.kern-loss.balance"),
-        (('["kern-loss"]', '["kern-los"]'), "questions.kern has an arm that track.arms lacks"),
+        (('["kern-loss"]', '["kern-los"]'), "questions.kern has an arm or rung that is not there"),
+        (("settings = 2 }", 'settings = 2, rung = "small" }'), "questions.kern has an arm or rung"),
+        (
+            ("[track.questions]", "[track.growth]\nall = ['kern', 'dense']\n[track.questions]"),
+            "growth.all",
+        ),
         (("alpha = 0.01\n", ""), "alpha is missing"),
         (("[track]\n", "[track\n"), "TOML"),
     ],
@@ -469,17 +505,23 @@ def test_the_page_has_the_records_tables(tmp_path, monkeypatch):
     losses["kern-quantile"] = 1.31
     for (arm, loss), setting in product(losses.items(), (1, 3)):  # a balance loss at even settings
         append_line(tmp_path / "main.jsonl", make_line(arm, setting, loss + setting / 100))
+    for arm, loss in (("softmax-renorm-quantile", 1.5), ("kern-quantile", 1.59)):
+        append_line(tmp_path / "draft.jsonl", make_line(arm, 3, loss))
     shutil.copy(RECORDS / "counting.json", tmp_path)
     draw = mock.Mock(return_value=Figure())
     monkeypatch.setattr(plots, "draw_differences", draw)
     assert main(["--records", str(tmp_path), "table"], Stop()) == 0
-    assert f"(records/{tmp_path.name}/differences.svg)" in page.read_text()
+    text = page.read_text()
+    assert f"(records/{tmp_path.name}/differences.svg)" in text
     assert (tmp_path / "differences.svg").exists()
     title, means, levels = draw.call_args.args
     assert title == "minus softmax-renorm, nats per byte"
     assert {name: mean.mean for name, mean in means.items()} == pytest.approx(
         {"kern": 0.01, "kern-quantile": 0.01, "tanh-quantile": -0.02}
     )
+    # at setting 3, from 0.09 with 2.22e12 FLOPs to 0.01 with 9.13e13
+    assert "|kern-quantile-draft|softmax-renorm-quantile|||**runs are going on**|1 of 8|" in text
+    assert "|kern-quantile-to-main|softmax-renorm-quantile|||**runs are going on**|1 of 8|" in text
     assert levels == pytest.approx({"dense": 0.05, "counting": 1.3332 - 1.32})
 
 

@@ -44,8 +44,6 @@ from track.runner import Runner, describe
 from track.score import answer
 from track.table import tabulate_questions, write_page
 
-DRAFT_SETTINGS = 24  # of `enter`: 48 runs with the reference's, 50 minutes on two cores
-
 
 @command
 def main(argv: Sequence[str] | None, stop: Stop) -> int:
@@ -62,7 +60,7 @@ def main(argv: Sequence[str] | None, stop: Stop) -> int:
     add("--spec", metavar="FORMULA", help='such as "tanh, post=l2 over topk, gamma, c=2"')
     add("--balance", choices=["loss", "quantile", "bias", "none"], default="quantile")
     add("--hash-layers", type=int, default=0, metavar="N", help="first layers that route by token")
-    add("--settings", type=int, default=DRAFT_SETTINGS, metavar="N", help="pairs (%(default)s)")
+    add("--settings", type=int, default=24, metavar="N", help="pairs (%(default)s)")
     add_training(add, "draft")
     add = commands.add_parser("verify", help="check the record").add_argument
     add("--rerun", type=int, default=0, metavar="K", help="train K of its runs again")
@@ -75,6 +73,8 @@ def main(argv: Sequence[str] | None, stop: Stop) -> int:
         require_packages("matplotlib", "pandas")
         write_page(protocol, args.records)
         return 0
+    asked = {name: one for name, one in protocol.questions.items() if one.rung == args.rung}
+    protocol = protocol.model_copy(update={"questions": asked})
     if args.parallel < 1 or getattr(args, "rerun", 0) < 0:
         raise ValueError("--parallel and --rerun: expected a positive number")
     return {"run": run, "enter": enter, "verify": verify}[args.command](protocol, args, stop)
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None, stop: Stop) -> int:
 
 def add_training(add: Any, rung: str) -> None:
     """Add the options of commands that train."""
-    add("--rung", default=rung, help="main, or draft: below counting (default: %(default)s)")
+    add("--rung", default=rung, help="size, of the config file (default: %(default)s)")
     add("--parallel", type=int, default=1, metavar="N", help="runs at once, one thread each")
 
 
@@ -104,7 +104,7 @@ def enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
         find_spec(router)
         arm = Arm(router=router, balance=args.balance, hash_layers=args.hash_layers)
         minus = "softmax-renorm-loss" if args.balance == "loss" else "softmax-renorm-quantile"
-        question = Question(minus=[minus], settings=args.settings)
+        question = Question(minus=[minus], settings=args.settings, rung=args.rung)
     except ValidationError as error:
         raise ValueError(describe_invalid("the new arm", error)) from None
     except ValueError as error:

@@ -5,8 +5,6 @@ gate norm) from the same seeds: the same windows, the same initial weights but t
 arms are compared in pairs, setting by setting. config/track/edition-3.toml has the numbers.
 """
 
-import fcntl
-import json
 import math
 import os
 import tomllib
@@ -17,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 import configure
-from common.files import check_regular, describe_invalid, read_content
+from common.files import describe_invalid, read_content
 from configure.schema import Section
 
 FILE = "config/track/edition-3.toml"
@@ -47,11 +45,13 @@ class Question(Section):
     arms: list[Name] = []  # empty: the arm of the question's name
     minus: list[Name] = ["softmax-renorm-quantile"]
     settings: int = Field(8, ge=2)  # pairs: the first settings
+    rung: str = "main"
 
 
 class Rung(Section):
     """A model to train."""
 
+    flops: float  # of a run
     overrides: list[str] = []  # what differs from the config file
 
 
@@ -69,6 +69,7 @@ class Protocol(Section):
     rungs: dict[str, Rung]
     arms: dict[Name, Arm]
     questions: dict[Name, Question]
+    growth: dict[Name, list[Name]] = {}  # the same question on several rungs
 
 
 ArmAt = tuple[str, int]  # an arm and the number of a setting: a run
@@ -78,19 +79,21 @@ def load_protocol(file: str) -> Protocol:
     """Load the rules of a config file.
 
     Raises:
-        ValueError: they are wrong, or a question names an arm that is not listed.
+        ValueError: they are wrong, or a question names an arm or rung that is not listed.
     """
-    check_regular(Path(file))
     configure.load(file)  # says what is wrong with TOML and keys
     table = tomllib.loads(Path(file).read_text()).get("track", {})
     try:
         protocol = Protocol.model_validate(table)
     except ValidationError as error:
         raise ValueError(describe_invalid(f"{file}: [track]", error)) from None
-    for name in protocol.questions:
-        arms = {arm for pair in list_pairs(protocol, name) for arm, _ in pair}
-        if not arms <= protocol.arms.keys():
-            raise ValueError(f"{file}: track.questions.{name} has an arm that track.arms lacks")
+    for name, question in protocol.questions.items():
+        arms = {*(question.arms or [name]), *question.minus}
+        if not arms <= protocol.arms.keys() or question.rung not in protocol.rungs:
+            raise ValueError(f"{file}: track.questions.{name} has an arm or rung that is not there")
+    for name, members in protocol.growth.items():
+        if not set(members) <= protocol.questions.keys():
+            raise ValueError(f"{file}: track.growth.{name} has a question that is not there")
     return protocol
 
 
@@ -107,19 +110,16 @@ def list_pairs(protocol: Protocol, name: str) -> list[tuple[ArmAt, ArmAt]]:
 
 
 # ---- settings
-def spread(index: int) -> list[float]:
-    """Point `index` in the unit cube of DIMENSIONS; any first n points are spread evenly.
+def draw_setting(protocol: Protocol, setting: int) -> dict[str, float]:
+    """{name in [track.ranges]: value} of a setting, log-uniform, to three digits.
+
+    Any first n settings are spread evenly over the ranges.
 
     Source: Roberts, The Unreasonable Effectiveness of Quasirandom Sequences, 2018.
     """
-    return [(0.5 + (index + 1) * ROOT**-power) % 1 for power in range(1, DIMENSIONS + 1)]
-
-
-def draw_setting(protocol: Protocol, setting: int) -> dict[str, float]:
-    """{name in [track.ranges]: value} of a setting, log-uniform, to three digits."""
     values = {}
-    place = spread(setting)
-    for (name, (low, high)), share in zip(protocol.ranges.items(), place, strict=True):
+    for power, (name, (low, high)) in enumerate(protocol.ranges.items(), 1):
+        share = (0.5 + (setting + 1) * ROOT**-power) % 1
         values[name] = float(f"{low * (high / low) ** share:.3g}")
     return values
 
@@ -142,7 +142,7 @@ def list_overrides(protocol: Protocol, arm: Arm, setting: int, width: int) -> li
         keys["train.bias_update"] = "quantile"
     elif arm.balance == "bias":
         keys["train.bias_update_rate"] = protocol.bias_rate
-    return [f"{key}={value}" for key, value in keys.items()]
+    return [f"--{key}={value}" for key, value in keys.items()]
 
 
 # ---- the record: one run a line
@@ -189,12 +189,9 @@ def read_lines(file: Path) -> list[Line]:
     for number, text in enumerate(read_content(file).decode(errors="replace").splitlines(), 1):
         where = f"{file}, line {number}"
         try:
-            fields = json.loads(text)
-            line = Line.model_validate(fields)
+            line = Line.model_validate_json(text)
         except ValidationError as error:
-            raise ValueError(describe_invalid(where, error)) from None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: not JSON ({error}); delete it, `run` adds it") from None
+            raise ValueError(f"{describe_invalid(where, error)}; delete the line") from None
         if any(line.run == other.run and line.made == other.made for other in lines):
             raise ValueError(f"{where}: {line.arm}, setting {line.setting} is there before; delete")
         lines.append(line)
@@ -213,10 +210,9 @@ def check_lines(protocol: Protocol, lines: Sequence[Line]) -> None:
 
 
 def append_line(file: Path, line: Line) -> None:
-    """Add a run to a record; several processes may do so at once."""
+    """Add a run to a record."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as record:
-        fcntl.flock(record, fcntl.LOCK_EX)
         record.write(line.model_dump_json() + "\n")
         record.flush()
         os.fsync(record.fileno())

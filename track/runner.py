@@ -57,9 +57,9 @@ class Runner:
             raise ValueError(f"--rung {rung}: expected {' or '.join(protocol.rungs)}")
         self.file = file
         self.protocol = protocol
-        self.rung = rung
+        self.overrides = protocol.rungs[rung].overrides
         self.record = record
-        self.config = configure.load(file, protocol.rungs[rung].overrides)
+        self.config = configure.load(file, self.overrides)
         self.made = Made(
             commit=describe_code(),
             torch=torch.__version__,
@@ -75,12 +75,11 @@ class Runner:
         name = f"{arm}-{setting}"
         width = self.config.model.n_embd
         overrides = [
-            *self.protocol.rungs[self.rung].overrides,
+            *self.overrides,
             *list_overrides(self.protocol, self.protocol.arms[arm], setting, width),
-            f"run.dir={self.folder}",
-            f"run.name={name}",
+            f"--run.dir={self.folder}",
+            f"--run.name={name}",
         ]
-        overrides = [f"--{override}" for override in overrides]
         return Point(name, overrides, configure.load(self.file, overrides))
 
     def train(
@@ -148,29 +147,28 @@ class Runner:
             "options": self.protocol.arms[arm],
             "setting": setting,
             "seed": point.config.run.seed,
-            "loss": None,
             "made": self.made,
             "date": date.today().isoformat(),
         }
         if code:
             log = (point.folder / "train.log").read_text(errors="replace")
             diverged = any(words in log for words in DIVERGED)
-            return Line(**fields) if diverged else None
+            return Line(**fields, loss=None) if diverged else None
         evaluations = Run(point.folder).evaluations
-        first = evaluations[0]
         last = evaluations[point.config.train.max_steps]
-        fields["loss"] = round(last["val/loss"], 7)
-        for name in ("load_imbalance", "dead_experts", "zero_gates"):
-            if f"val/{name}" in last:  # a dense model has no router
-                fields[name] = round(float(last[f"val/{name}"]), 4)
+        # a dense model has no router
+        measures = {
+            name: last.get(f"val/{name}")
+            for name in ("loss", "load_imbalance", "dead_experts", "zero_gates")
+        }
         if "val/gate_norm" in last:
-            fields["gate_norm"] = [round(line["val/gate_norm"], 4) for line in (first, last)]
-        return Line(**fields)
+            fields["gate_norm"] = [line["val/gate_norm"] for line in (evaluations[0], last)]
+        return Line(**fields, **measures)
 
 
 def describe(line: Line) -> str:
     """The run and its loss."""
-    loss = "diverged" if line.loss is None else f"{line.loss:.7f}"
+    loss = f"{line.loss:.7f}" if line.loss else "diverged"
     return f"{line.arm}, setting {line.setting}: {loss}"
 
 

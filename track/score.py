@@ -17,14 +17,11 @@ class Answer(NamedTuple):
     """What the pairs of a question say so far."""
 
     name: str
+    minus: str
+    flops: float  # of a run
     planned: int  # pairs
     # {setting: loss of the arm minus the other's}, nats per byte; not finite where one diverged
     differences: dict[int, float]
-
-    @property
-    def finite(self) -> list[float]:
-        """The differences of pairs that did not diverge."""
-        return [value for value in self.differences.values() if math.isfinite(value)]
 
     @property
     def diverged(self) -> list[int]:
@@ -34,19 +31,45 @@ class Answer(NamedTuple):
     @property
     def mean(self) -> Difference | None:
         """The mean difference with Student's interval over settings; None for fewer than two."""
-        return paired(self.finite) if len(self.finite) > 1 else None
+        finite = [value for value in self.differences.values() if math.isfinite(value)]
+        return paired(finite) if len(finite) > 1 else None
 
 
 def answer(protocol: Protocol, name: str, lines: Sequence[Line]) -> Answer:
     """Compare the arms of a question at the settings where both were trained."""
-    pairs = list_pairs(protocol, name)
+    question = protocol.questions[name]
     differences = {}
-    for pair in pairs:
+    for pair in list_pairs(protocol, name):
         runs = find_pair(lines, pair)
         if runs:
-            first, second = [math.inf if run.loss is None else run.loss for run in runs]
+            first, second = [run.loss or math.inf for run in runs]
             differences[runs[0].setting] = first - second
-    return Answer(name, len(pairs), differences)
+    return Answer(
+        name=name,
+        minus=" / ".join(question.minus),
+        flops=protocol.rungs[question.rung].flops,
+        planned=question.settings,
+        differences=differences,
+    )
+
+
+def find_growth(name: str, answers: Sequence[Answer]) -> Answer:
+    """How differences change with ten times the compute, as an answer of its own.
+
+    At each setting they have a slope over log10(FLOPs), by least squares.
+
+    Args:
+        name: of the new answer.
+        answers: to the same question on several rungs.
+    """
+    shared = set.intersection(*(set(one.differences) for one in answers))
+    places = np.log10([one.flops for one in answers])
+    places -= places.mean()
+    slopes = {}
+    for setting in sorted(shared):
+        values = [one.differences[setting] for one in answers]
+        slopes[setting] = places @ values / (places @ places)
+    return answers[0]._replace(name=name, differences=slopes)
 
 
 def judge(protocol: Protocol, answer: Answer) -> str:
@@ -59,7 +82,7 @@ def judge(protocol: Protocol, answer: Answer) -> str:
     if len(values) < answer.planned:
         return "runs are going on"
     mean = answer.mean
-    if answer.diverged or mean is None:
+    if answer.diverged or not mean:
         lower = sum(value < 0 for value in values)
         higher = sum(value > 0 for value in values)  # NaN, both diverged, is neither
         p = stats.binomtest(lower, max(1, lower + higher)).pvalue

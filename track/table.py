@@ -6,8 +6,9 @@ from statistics import fmean
 
 from common.files import read_json, write_atomic
 from common.text import Table, markdown_table
+from report.compare import Difference
 from track.contest import COUNTING, Line, Protocol, Question, draw_setting, read_lines
-from track.score import Answer, answer, find_best, judge
+from track.score import Answer, answer, find_best, find_growth, judge
 
 PAGE = Path(__file__).with_name("README.md")
 MARKS = ("<!-- track: begin -->", "<!-- track: end -->")
@@ -22,7 +23,7 @@ def tabulate_questions(protocol: Protocol, answers: Sequence[Answer]) -> Table:
         rows.append(
             [
                 one.name,
-                " / ".join(protocol.questions[one.name].minus),
+                one.minus,
                 str(mean or ""),
                 f"{mean.p:.2g}" if mean else "",
                 f"**{judge(protocol, one)}**",
@@ -42,9 +43,8 @@ def tabulate_arms(protocol: Protocol, lines: Sequence[Line], counting: float) ->
         runs = [line for line in lines if line.arm == arm]
         if not runs:
             continue
-        ended = [line for line in runs if line.loss is not None]
-        losses = [line.loss or 0.0 for line in ended]
-        rates = [draw_setting(protocol, line.setting)["lr"] for line in ended]
+        losses = [line.loss for line in runs if line.loss]
+        rates = [draw_setting(protocol, line.setting)["lr"] for line in runs if line.loss]
         best = find_best(rates, losses)
         rows.append(
             [
@@ -52,9 +52,9 @@ def tabulate_arms(protocol: Protocol, lines: Sequence[Line], counting: float) ->
                 str(len(runs)),
                 format_mean(losses, 4),
                 f"{best[1]:.4f} at {best[0]:.2g}" if best else "",
-                format_mean([line.load_imbalance for line in ended], 1),
-                format_mean([line.dead_experts for line in ended], 1),
-                str(len(runs) - len(ended)),
+                format_mean([line.load_imbalance for line in runs], 1),
+                format_mean([line.dead_experts for line in runs], 1),
+                str(len(runs) - len(losses)),
             ]
         )
     return head, rows
@@ -66,18 +66,17 @@ def format_mean(values: Sequence[float | None], digits: int) -> str:
     return f"{fmean(there):.{digits}f}" if there else ""
 
 
-def draw_answers(answers: Sequence[Answer], lines: Sequence[Line], counting: float) -> bytes:
+def draw_answers(means: dict[str, Difference], lines: Sequence[Line], counting: float) -> bytes:
     """An SVG file: each question's difference from softmax-renorm; dense and counting as lines.
 
     Counting is minus the reference's mean loss.
     """
     from report.plots import draw_differences, format_svg  # other commands do without matplotlib
 
-    means = {one.name: one.mean for one in answers if one.mean}
     levels = {}
     if "dense" in means:
         levels["dense"] = means.pop("dense").mean
-    reference = [line.loss for line in lines if [line.arm] == Question().minus and line.loss]
+    reference = [line.loss for line in lines if line.arm in Question().minus and line.loss]
     if reference:
         levels["counting"] = counting - fmean(reference)
     return format_svg(draw_differences("minus softmax-renorm, nats per byte", means, levels))
@@ -85,18 +84,27 @@ def draw_answers(answers: Sequence[Answer], lines: Sequence[Line], counting: flo
 
 def write_page(protocol: Protocol, records: Path) -> None:
     """Write the tables between the markers of track/README.md."""
-    lines = read_lines(records / "main.jsonl")
     counting = read_json(records / COUNTING, dict[str, float])["main"]
-    answers = [answer(protocol, name, lines) for name in protocol.questions]
+    of_rung = {rung: read_lines(records / f"{rung}.jsonl") for rung in protocol.rungs}
+    answers = {
+        name: answer(protocol, name, of_rung[question.rung])
+        for name, question in protocol.questions.items()
+    }
+    growth = [
+        find_growth(name, [answers[member] for member in members])
+        for name, members in protocol.growth.items()
+    ]
+    means = {name: one.mean for name, one in answers.items() if one.mean}
+    lines = of_rung["main"]
     parts = []
-    if sum(one.mean is not None for one in answers) > 1:
+    if len(means) > 1:
         picture = records / "differences.svg"
-        write_atomic(picture, draw_answers(answers, lines, counting))
+        write_atomic(picture, draw_answers(means, lines, counting))
         parts.append(f"![differences from softmax-renorm](records/{records.name}/{picture.name})")
-    parts.append(markdown_table(*tabulate_questions(protocol, answers), gap=""))
+    questions = tabulate_questions(protocol, [*answers.values(), *growth])
+    parts.append(markdown_table(*questions, gap=""))
     parts.append(markdown_table(*tabulate_arms(protocol, lines, counting), gap=""))
     begin, end = MARKS
     before, _, rest = PAGE.read_text().partition(begin)
-    _, _, after = rest.partition(end)
     text = "\n\n".join(parts)
-    write_atomic(PAGE, f"{before}{begin}\n{text}\n{end}{after}")
+    write_atomic(PAGE, f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
