@@ -164,9 +164,10 @@ class Line(Section):
     seed: int
     # nats per byte; None: it diverged. ln 257 is the loss of equal probabilities
     loss: float | None = Field(gt=0, lt=math.log(257))
-    load_imbalance: float | None = Field(None, ge=1)  # tokens of the busiest expert over the mean
+    # tokens of the busiest expert over the mean; float32 can round 1 down, and a share of 1 up
+    load_imbalance: float | None = Field(None, ge=0.9999)
     dead_experts: float | None = Field(None, ge=0)
-    zero_gates: float | None = Field(None, ge=0, le=1)
+    zero_gates: float | None = Field(None, ge=0, le=1.0001)
     gate_norm: list[float] | None = Field(None, min_length=2, max_length=2)  # before, after
     made: Made
     date: str

@@ -156,14 +156,11 @@ class Runner:
             return Line(**fields, loss=None) if diverged else None
         evaluations = Run(point.folder).evaluations
         last = evaluations[point.config.train.max_steps]
-        # a dense model has no router
-        measures = {
-            name: last.get(f"val/{name}")
-            for name in ("loss", "load_imbalance", "dead_experts", "zero_gates")
-        }
+        for name in ("loss", "load_imbalance", "dead_experts", "zero_gates"):
+            fields[name] = last.get(f"val/{name}")  # a dense model has no router
         if "val/gate_norm" in last:
             fields["gate_norm"] = [line["val/gate_norm"] for line in (evaluations[0], last)]
-        return Line(**fields, **measures)
+        return Line(**fields)
 
 
 def describe(line: Line) -> str:
