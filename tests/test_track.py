@@ -366,7 +366,7 @@ CHANGED = "is another arm than the one of this name now, or has another seed"
         ({"arm": "mine"}, CHANGED),
         ({"options": {**RECORD["options"], "hash_layers": 1}, "setting": 1, "seed": 301}, CHANGED),
         ({"setting": 1}, CHANGED),
-        ("run --only tanh", "--only tanh: expected some of kern"),
+        ("run --only tanh", "--only tanh: another --rung, or some of kern"),
         ("run --rung small", "--rung small: expected main"),
         ("run --parallel 0", "--parallel and --rerun: expected a positive number"),
         ("verify --rerun -1", "--parallel and --rerun: expected a positive number"),

@@ -91,7 +91,7 @@ def run(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     questions = args.only or list(protocol.questions)
     for name in questions:
         if name not in protocol.questions:
-            raise ValueError(f"--only {name}: expected some of {', '.join(protocol.questions)}")
+            raise ValueError(f"--only {name}: another --rung, or some of {', '.join(protocol.questions)}")
     record = args.records / f"{args.rung}.jsonl"
     runner = Runner(args.track, protocol, args.rung, record)
     return runner.train(questions, read_lines(record), args.parallel, stop)

@@ -1,6 +1,6 @@
 """A count table as a row of the contest: bytes predicted by modified Kneser-Ney smoothing.
 
-    python -m track.counting            write track/records/edition-3/counting.json, a minute
+    python -m track.counting            write track/records/edition-3/counting.json, minutes
 
 It counts the windows that setting 0's runs of a rung train on, and predicts the same validation
 windows. A model that is not clearly ahead of it may have learned no more than local statistics, so
