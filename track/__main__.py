@@ -8,40 +8,34 @@
     python -m scripts.track verify --rerun 2                  train two of its runs again
     python -m scripts.track table                             write track/README.md and its picture
 
-`run` and `enter` resume where they were stopped. The record is track/records/edition-3/main.jsonl,
-one run a line, each added as it ends.
+`run` and `enter` resume where they were stopped. The records are track/records/edition-3/*.jsonl: a
+file for each rung, one run a line, each added as it ends.
 """
 
-import re
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import SystemRandom
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pydantic import ValidationError
-
 from common.command import build_parser, command, require_packages, run_command
-from common.files import describe_invalid
 from common.text import text_table
 from router import find_spec
 from runtime.launch import EXIT_CODE, Stop, protect_output
 from track.contest import (
     FILE,
-    NAME,
     RECORDS,
-    Arm,
     Line,
     Protocol,
-    Question,
-    check_lines,
+    build_protocol,
     load_protocol,
     read_lines,
+    read_records,
 )
 from track.runner import Runner, describe
-from track.score import answer
+from track.score import answer_all
 from track.table import tabulate_questions, write_page
 
 
@@ -53,7 +47,7 @@ def main(argv: Sequence[str] | None, stop: Stop) -> int:
     parser.add_argument("--records", type=Path, default=RECORDS, metavar="FOLDER")
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("run", help="train what the record lacks").add_argument
-    add("--only", nargs="+", metavar="QUESTION", help="of the config file (default: all)")
+    add("--only", nargs="+", default=[], metavar="QUESTION", help="(default: all of the rung)")
     add_training(add, "main")
     add = commands.add_parser("enter", help="try a router of your own").add_argument
     add("name", metavar="NAME", help="a router, or a new name with --spec")
@@ -73,8 +67,6 @@ def main(argv: Sequence[str] | None, stop: Stop) -> int:
         require_packages("matplotlib", "pandas")
         write_page(protocol, args.records)
         return 0
-    asked = {name: one for name, one in protocol.questions.items() if one.rung == args.rung}
-    protocol = protocol.model_copy(update={"questions": asked})
     if args.parallel < 1 or getattr(args, "rerun", 0) < 0:
         raise ValueError("--parallel and --rerun: expected a positive number")
     return {"run": run, "enter": enter, "verify": verify}[args.command](protocol, args, stop)
@@ -87,14 +79,14 @@ def add_training(add: Any, rung: str) -> None:
 
 
 def run(protocol: Protocol, args: Namespace, stop: Stop) -> int:
-    """Train what the questions of the config file lack."""
-    questions = args.only or list(protocol.questions)
-    for name in questions:
-        if name not in protocol.questions:
-            raise ValueError(f"--only {name}: another --rung, or some of {', '.join(protocol.questions)}")
+    """Train what the questions of a rung lack."""
+    asked = [name for name, one in protocol.questions.items() if one.rung == args.rung]
+    for name in args.only:
+        if name not in asked:
+            raise ValueError(f"--only {name}: another --rung, or some of {', '.join(asked)}")
     record = args.records / f"{args.rung}.jsonl"
     runner = Runner(args.track, protocol, args.rung, record)
-    return runner.train(questions, read_lines(record), args.parallel, stop)
+    return runner.train(args.only or asked, read_lines(protocol, record), args.parallel, stop)
 
 
 def enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
@@ -102,46 +94,40 @@ def enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     router = args.spec or args.name
     try:
         find_spec(router)
-        arm = Arm(router=router, balance=args.balance, hash_layers=args.hash_layers)
-        minus = "softmax-renorm-loss" if args.balance == "loss" else "softmax-renorm-quantile"
-        question = Question(minus=[minus], settings=args.settings, rung=args.rung)
-    except ValidationError as error:
-        raise ValueError(describe_invalid("the new arm", error)) from None
     except ValueError as error:
         raise ValueError(f"no router {router!r}: {error}; --spec takes a formula") from None
-    if minus not in protocol.arms:
-        raise ValueError(f"{args.track} lacks the arm {minus}; add it to track.arms")
-    if not re.fullmatch(NAME, args.name) or protocol.arms.get(args.name, arm) != arm:
-        raise ValueError(f"{args.name!r}: take another name, of a-z, 0-9 and single dashes")
-    arms = {**protocol.arms, args.name: arm}
-    own = protocol.model_copy(update={"arms": arms, "questions": {args.name: question}})
+    arm = {"router": router, "balance": args.balance, "hash_layers": args.hash_layers}
+    minus = "softmax-renorm-loss" if args.balance == "loss" else "softmax-renorm-quantile"
+    question = {"minus": [minus], "settings": args.settings, "rung": args.rung}
+    table = protocol.model_dump()
+    if table["arms"].setdefault(args.name, arm) != arm:
+        raise ValueError(f"{args.name!r} is another arm: take another name")
+    table |= {"questions": {args.name: question}, "growth": {}}
+    own = build_protocol(f"enter {args.name}", table)
     runner = Runner(args.track, own, args.rung, Path())
     runner.record = runner.folder.parent / f"{args.rung}-{args.name}.jsonl"
-    recorded = read_lines(args.records / f"{args.rung}.jsonl")
-    code = runner.train([args.name], recorded + read_lines(runner.record), args.parallel, stop)
-    print_answers(own, recorded + read_lines(runner.record))
+    recorded = read_lines(own, args.records / f"{args.rung}.jsonl")
+    code = runner.train([args.name], recorded + read_lines(own, runner.record), args.parallel, stop)
+    print_answers(own, {args.rung: recorded + read_lines(own, runner.record)})
     print(f"{runner.record} has the runs; track/README.md says how to enter the contest")
     return code
 
 
-def print_answers(protocol: Protocol, lines: Sequence[Line]) -> None:
-    """Print what the questions say so far."""
-    answers = [answer(protocol, name, lines) for name in protocol.questions]
-    print(text_table(*tabulate_questions(protocol, answers)), flush=True)
+def print_answers(protocol: Protocol, lines: Mapping[str, Sequence[Line]]) -> None:
+    """Print what the questions say so far, by the lines of each rung."""
+    print(text_table(*tabulate_questions(protocol, answer_all(protocol, lines))), flush=True)
 
 
 def verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
-    """Check the record, print what it says, and train some of its runs again."""
-    file = args.records / f"{args.rung}.jsonl"
-    lines = read_lines(file)
-    check_lines(protocol, lines)
-    print(f"{file}: {len(lines)} runs, in order")
-    print_answers(protocol, lines)
+    """Check the records, print what they say, and train some runs of one rung again."""
+    of_rung = read_records(protocol, args.records)
+    print_answers(protocol, of_rung)
     if args.rerun == 0:
         return 0
-    count = min(args.rerun, len(lines))
-    recorded = {line.run: line for line in SystemRandom().sample(lines, count)}
-    runner = Runner(args.track, protocol, args.rung, file)
+    runner = Runner(args.track, protocol, args.rung, Path())
+    lines = of_rung[args.rung]
+    drawn = SystemRandom().sample(lines, min(args.rerun, len(lines)))
+    recorded = {line.run: line for line in drawn}
     with TemporaryDirectory() as folder:
         runner.folder = Path(folder)
         for again in runner.train_each(list(recorded), args.parallel, stop):

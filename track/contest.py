@@ -9,6 +9,7 @@ import math
 import os
 import tomllib
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,8 +24,8 @@ RECORDS = Path(__file__).parent / "records/edition-3"
 COUNTING = "counting.json"  # {rung: loss of the count table}, by track/counting.py
 DIMENSIONS = 5  # of [track.ranges]
 ROOT = 1.1347241384015194  # of x^(DIMENSIONS + 1) = x + 1
-NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
-Name = Annotated[str, Field(pattern=NAME)]
+UNIFORM = math.log(257)  # the loss of equal probabilities
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
 
 
 # ---- rules
@@ -51,7 +52,7 @@ class Question(Section):
 class Rung(Section):
     """A model to train."""
 
-    flops: float  # of a run
+    flops: float = Field(gt=0)  # of a run
     overrides: list[str] = []  # what differs from the config file
 
 
@@ -64,10 +65,10 @@ class Protocol(Section):
     margin: float
     pilot_sd: float
     first_seed: int
-    bias_rate: float
+    balances: dict[str, dict[str, Any]]  # keys of each balancing
     ranges: dict[str, list[float]] = Field(min_length=DIMENSIONS, max_length=DIMENSIONS)
     rungs: dict[str, Rung]
-    arms: dict[Name, Arm]
+    arms: dict[str, Arm]
     questions: dict[Name, Question]
     growth: dict[Name, list[Name]] = {}  # the same question on several rungs
 
@@ -79,39 +80,46 @@ def load_protocol(file: str) -> Protocol:
     """Load the rules of a config file.
 
     Raises:
-        ValueError: they are wrong, or a question names an arm or rung that is not listed.
+        ValueError: they are wrong.
     """
     configure.load(file)  # says what is wrong with TOML and keys
     table = tomllib.loads(Path(file).read_text()).get("track", {})
+    return build_protocol(f"{file}: [track]", table)
+
+
+def build_protocol(where: str, table: dict[str, Any]) -> Protocol:
+    """Check the content of [track].
+
+    Raises:
+        ValueError: it is wrong, or a question names an arm or rung that is not listed. The message
+            begins with `where`.
+    """
     try:
         protocol = Protocol.model_validate(table)
     except ValidationError as error:
-        raise ValueError(describe_invalid(f"{file}: [track]", error)) from None
+        raise ValueError(describe_invalid(where, error)) from None
     for name, question in protocol.questions.items():
         arms = {*(question.arms or [name]), *question.minus}
         if not arms <= protocol.arms.keys() or question.rung not in protocol.rungs:
-            raise ValueError(f"{file}: track.questions.{name} has an arm or rung that is not there")
+            raise ValueError(f"{where}: questions.{name} has an arm or rung that is not there")
     for name, members in protocol.growth.items():
-        if not set(members) <= protocol.questions.keys():
-            raise ValueError(f"{file}: track.growth.{name} has a question that is not there")
+        rungs = {protocol.questions[one].rung for one in members if one in protocol.questions}
+        if len(rungs) < max(2, len(members)):
+            raise ValueError(f"{where}: growth.{name}: expected questions of different rungs")
     return protocol
 
 
 def list_pairs(protocol: Protocol, name: str) -> list[tuple[ArmAt, ArmAt]]:
     """The pairs of a question, by setting: the arm, and what its loss is compared with."""
     question = protocol.questions[name]
-    arms = question.arms or [name]
-    pairs = []
-    for setting in range(question.settings):
-        arm = arms[setting % len(arms)]
-        minus = question.minus[setting % len(question.minus)]
-        pairs.append(((arm, setting), (minus, setting)))
-    return pairs
+    by_turns = zip(cycle(question.arms or [name]), cycle(question.minus), strict=False)
+    numbered = enumerate(islice(by_turns, question.settings))
+    return [((arm, setting), (minus, setting)) for setting, (arm, minus) in numbered]
 
 
 # ---- settings
 def draw_setting(protocol: Protocol, setting: int) -> dict[str, float]:
-    """{name in [track.ranges]: value} of a setting, log-uniform, to three digits.
+    """{key of [track.ranges]: value} of a setting, log-uniform, to three digits.
 
     Any first n settings are spread evenly over the ranges.
 
@@ -126,22 +134,16 @@ def draw_setting(protocol: Protocol, setting: int) -> dict[str, float]:
 
 def list_overrides(protocol: Protocol, arm: Arm, setting: int, width: int) -> list[str]:
     """What a run of `arm` sets on a rung of this width; the rung's own overrides come before."""
-    drawn = draw_setting(protocol, setting)
     keys: dict[str, Any] = {
+        **draw_setting(protocol, setting),
         "model.router": arm.router,
         "model.n_hash_layer": arm.hash_layers,
-        "model.gate_norm": drawn["gate_norm"],
         "run.seed": protocol.first_seed + setting,
-        "optim.lr": float(f"{drawn['lr'] * 64 / width:.4g}"),
-        "optim.expert_out_lr_ratio": drawn["expert_out_lr_ratio"],
-        "optim.router_lr_ratio": drawn["router_lr_ratio"],
     }
-    if arm.balance == "loss":
-        keys["train.balance_loss_coef"] = drawn["balance_loss_coef"]
-    elif arm.balance == "quantile":
-        keys["train.bias_update"] = "quantile"
-    elif arm.balance == "bias":
-        keys["train.bias_update_rate"] = protocol.bias_rate
+    keys["optim.lr"] = float(f"{keys['optim.lr'] * 64 / width:.4g}")
+    if arm.balance != "loss":
+        del keys["train.balance_loss_coef"]
+    keys |= protocol.balances[arm.balance]
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
@@ -162,8 +164,8 @@ class Line(Section):
     options: Arm
     setting: int = Field(ge=0)
     seed: int
-    # nats per byte; None: it diverged. ln 257 is the loss of equal probabilities
-    loss: float | None = Field(gt=0, lt=math.log(257))
+    # nats per byte; None: it diverged, or ended above UNIFORM
+    loss: float | None = Field(gt=0, lt=UNIFORM)
     # tokens of the busiest expert over the mean; float32 can round 1 down, and a share of 1 up
     load_imbalance: float | None = Field(None, ge=0.9999)
     dead_experts: float | None = Field(None, ge=0)
@@ -178,11 +180,11 @@ class Line(Section):
         return self.arm, self.setting
 
 
-def read_lines(file: Path) -> list[Line]:
+def read_lines(protocol: Protocol, file: Path) -> list[Line]:
     """Read a record; no file is one without runs.
 
     Raises:
-        ValueError: a line is no run, or there twice.
+        ValueError: a line is no run, or there twice, or its arm or seed is not that of the rules.
     """
     if not file.exists():
         return []
@@ -193,21 +195,18 @@ def read_lines(file: Path) -> list[Line]:
             line = Line.model_validate_json(text)
         except ValidationError as error:
             raise ValueError(f"{describe_invalid(where, error)}; delete the line") from None
+        seed = protocol.first_seed + line.setting
+        if (protocol.arms.get(line.arm), seed) != (line.options, line.seed):
+            raise ValueError(f"{where}: {line.arm} is another arm now, or has another seed: rename")
         if any(line.run == other.run and line.made == other.made for other in lines):
             raise ValueError(f"{where}: {line.arm}, setting {line.setting} is there before; delete")
         lines.append(line)
     return lines
 
 
-def check_lines(protocol: Protocol, lines: Sequence[Line]) -> None:
-    """Raise ValueError if a run's arm or seed is not that of the rules."""
-    for line in lines:
-        seed = protocol.first_seed + line.setting
-        if (protocol.arms.get(line.arm), seed) != (line.options, line.seed):
-            raise ValueError(
-                f"the record's {line.arm}, setting {line.setting}, is another arm than the one of "
-                "this name now, or has another seed: take another name"
-            )
+def read_records(protocol: Protocol, folder: Path) -> dict[str, list[Line]]:
+    """Read the records of all rungs."""
+    return {rung: read_lines(protocol, folder / f"{rung}.jsonl") for rung in protocol.rungs}
 
 
 def append_line(file: Path, line: Line) -> None:

@@ -149,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = Runner(FILE, protocol, rung, Path()).make_point(("dense", 0)).config
         prepare_data(config, protocol)
         train, val = read_windows(config)
-        probability = predict(train, val, config.model.vocab_size, CONTEXT)
+        # discounts are for text that does not repeat
+        probability = predict(np.unique(train, axis=0), val, config.model.vocab_size, CONTEXT)
         losses[rung] = round(float(-np.log(probability[:, 1:]).mean()), 4)
     write_atomic(RECORDS / COUNTING, json.dumps(losses) + "\n")
 

@@ -17,17 +17,18 @@ from common.files import take_lock
 from configure import Config
 from data.bins import read_meta
 from data.loader import identify
+from data.prepare import main as prepare
 from runtime.distributed import device_name, pick_device
 from runtime.launch import EXIT_CODE, Stop
 from runtime.runs import Run
 from scripts.sweep import Point, train_points
 from track.contest import (
+    UNIFORM,
     ArmAt,
     Line,
     Made,
     Protocol,
     append_line,
-    check_lines,
     list_missing,
     list_overrides,
 )
@@ -66,8 +67,9 @@ class Runner:
             device=device_name(pick_device(self.config.train.device)),
             instructions=torch.backends.cpu.get_cpu_capability(),
         )
-        name = f"{rung}-{self.made.commit[:8]}"
-        self.folder = Path(self.config.run.dir, f"track-{Path(file).stem}", name)
+        self.folder = Path(
+            self.config.run.dir, f"track-{Path(file).stem}", f"{rung}-{self.made.commit[:8]}"
+        )
 
     def make_point(self, run: ArmAt) -> Point:
         """What train.py runs."""
@@ -97,10 +99,8 @@ class Runner:
             The exit status.
 
         Raises:
-            ValueError: another process trains in this folder, the text was changed, or a line is
-                not of these rules.
+            ValueError: another process trains in this folder, or the text was changed.
         """
-        check_lines(self.protocol, lines)
         missing = list_missing(self.protocol, questions, lines, self.made)
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as lock:
@@ -158,6 +158,8 @@ class Runner:
         last = evaluations[point.config.train.max_steps]
         for name in ("loss", "load_imbalance", "dead_experts", "zero_gates"):
             fields[name] = last.get(f"val/{name}")  # a dense model has no router
+        if fields["loss"] >= UNIFORM:
+            fields["loss"] = None
         if "val/gate_norm" in last:
             fields["gate_norm"] = [line["val/gate_norm"] for line in (evaluations[0], last)]
         return Line(**fields)
@@ -165,8 +167,7 @@ class Runner:
 
 def describe(line: Line) -> str:
     """The run and its loss."""
-    loss = f"{line.loss:.7f}" if line.loss else "diverged"
-    return f"{line.arm}, setting {line.setting}: {loss}"
+    return f"{line.arm}, setting {line.setting}: {line.loss or 'diverged'}"
 
 
 def describe_code() -> str:
@@ -197,10 +198,8 @@ def prepare_data(config: Config, protocol: Protocol) -> None:
     (folder,) = config.data.folders
     if not (folder / "meta.json").exists():
         source, val_source = protocol.text
-        command = [sys.executable, "-m", "data.prepare", "text", "--tokenizer", "bytes"]
-        command += ["--source", source, "--val-source", val_source]
-        command += ["--name", folder.name, "--out", str(folder.parent)]
-        subprocess.run(command)  # it says what fails
+        arguments = ["text", "--tokenizer", "bytes", "--source", source, "--val-source", val_source]
+        prepare([*arguments, "--name", folder.name, "--out", str(folder.parent)])
     sha256 = identify([read_meta(folder)], [1.0])["data"]
     if sha256 != protocol.data_sha256:
         raise ValueError(

@@ -1,7 +1,7 @@
 """What the pairs of a question say: difference and test."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,19 +44,14 @@ def answer(protocol: Protocol, name: str, lines: Sequence[Line]) -> Answer:
         if runs:
             first, second = [run.loss or math.inf for run in runs]
             differences[runs[0].setting] = first - second
-    return Answer(
-        name=name,
-        minus=" / ".join(question.minus),
-        flops=protocol.rungs[question.rung].flops,
-        planned=question.settings,
-        differences=differences,
-    )
+    flops = protocol.rungs[question.rung].flops
+    return Answer(name, " / ".join(question.minus), flops, question.settings, differences)
 
 
 def find_growth(name: str, answers: Sequence[Answer]) -> Answer:
     """How differences change with ten times the compute, as an answer of its own.
 
-    At each setting they have a slope over log10(FLOPs), by least squares.
+    At each setting they have a slope over log10(FLOPs), by least squares; NaN where a run diverged.
 
     Args:
         name: of the new answer.
@@ -68,8 +63,22 @@ def find_growth(name: str, answers: Sequence[Answer]) -> Answer:
     slopes = {}
     for setting in sorted(shared):
         values = [one.differences[setting] for one in answers]
-        slopes[setting] = places @ values / (places @ places)
-    return answers[0]._replace(name=name, differences=slopes)
+        is_finite = math.isfinite(sum(values))
+        slopes[setting] = places @ values / (places @ places) if is_finite else math.nan
+    return answers[0]._replace(
+        name=name, planned=min(one.planned for one in answers), differences=slopes
+    )
+
+
+def answer_all(protocol: Protocol, lines: Mapping[str, Sequence[Line]]) -> list[Answer]:
+    """The answers of all questions by the lines of each rung, then those of growth."""
+    answers = {
+        name: answer(protocol, name, lines[question.rung])
+        for name, question in protocol.questions.items()
+    }
+    for name, members in protocol.growth.items():
+        answers[name] = find_growth(name, [answers[member] for member in members])
+    return list(answers.values())
 
 
 def judge(protocol: Protocol, answer: Answer) -> str:

@@ -1,4 +1,4 @@
-"""The tables and the picture of track/README.md, from the record of the main rung."""
+"""The tables and the picture of track/README.md, from the records."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,8 @@ from statistics import fmean
 from common.files import read_json, write_atomic
 from common.text import Table, markdown_table
 from report.compare import Difference
-from track.contest import COUNTING, Line, Protocol, Question, draw_setting, read_lines
-from track.score import Answer, answer, find_best, find_growth, judge
+from track.contest import COUNTING, Line, Protocol, Question, draw_setting, read_records
+from track.score import Answer, answer_all, find_best, judge
 
 PAGE = Path(__file__).with_name("README.md")
 MARKS = ("<!-- track: begin -->", "<!-- track: end -->")
@@ -44,7 +44,7 @@ def tabulate_arms(protocol: Protocol, lines: Sequence[Line], counting: float) ->
         if not runs:
             continue
         losses = [line.loss for line in runs if line.loss]
-        rates = [draw_setting(protocol, line.setting)["lr"] for line in runs if line.loss]
+        rates = [draw_setting(protocol, line.setting)["optim.lr"] for line in runs if line.loss]
         best = find_best(rates, losses)
         rows.append(
             [
@@ -85,24 +85,20 @@ def draw_answers(means: dict[str, Difference], lines: Sequence[Line], counting: 
 def write_page(protocol: Protocol, records: Path) -> None:
     """Write the tables between the markers of track/README.md."""
     counting = read_json(records / COUNTING, dict[str, float])["main"]
-    of_rung = {rung: read_lines(records / f"{rung}.jsonl") for rung in protocol.rungs}
-    answers = {
-        name: answer(protocol, name, of_rung[question.rung])
-        for name, question in protocol.questions.items()
-    }
-    growth = [
-        find_growth(name, [answers[member] for member in members])
-        for name, members in protocol.growth.items()
-    ]
-    means = {name: one.mean for name, one in answers.items() if one.mean}
+    of_rung = read_records(protocol, records)
     lines = of_rung["main"]
+    answers = answer_all(protocol, of_rung)
+    means = {
+        one.name: one.mean
+        for one in answers
+        if one.mean and one.flops == protocol.rungs["main"].flops
+    }
     parts = []
     if len(means) > 1:
         picture = records / "differences.svg"
         write_atomic(picture, draw_answers(means, lines, counting))
         parts.append(f"![differences from softmax-renorm](records/{records.name}/{picture.name})")
-    questions = tabulate_questions(protocol, [*answers.values(), *growth])
-    parts.append(markdown_table(*questions, gap=""))
+    parts.append(markdown_table(*tabulate_questions(protocol, answers), gap=""))
     parts.append(markdown_table(*tabulate_arms(protocol, lines, counting), gap=""))
     begin, end = MARKS
     before, _, rest = PAGE.read_text().partition(begin)
