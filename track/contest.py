@@ -197,7 +197,9 @@ def read_lines(protocol: Protocol, file: Path) -> list[Line]:
             raise ValueError(f"{describe_invalid(where, error)}; delete the line") from None
         seed = protocol.first_seed + line.setting
         if (protocol.arms.get(line.arm), seed) != (line.options, line.seed):
-            raise ValueError(f"{where}: {line.arm} is another arm now, or has another seed: rename")
+            raise ValueError(
+                f"{where}: {line.arm} is another arm now, or has another seed: take another name"
+            )
         if any(line.run == other.run and line.made == other.made for other in lines):
             raise ValueError(f"{where}: {line.arm}, setting {line.setting} is there before; delete")
         lines.append(line)
