@@ -11,7 +11,8 @@ from track.contest import COUNTING, Line, Protocol, Question, draw_setting, read
 from track.score import Answer, answer_all, find_best, judge
 
 PAGE = Path(__file__).with_name("README.md")
-MARKS = ("<!-- track: begin -->", "<!-- track: end -->")
+BEGIN = "<!-- track: begin -->"
+END = "<!-- track: end -->"
 
 
 def tabulate_questions(protocol: Protocol, answers: Sequence[Answer]) -> Table:
@@ -87,7 +88,7 @@ def write_page(protocol: Protocol, records: Path) -> None:
     counting = read_json(records / COUNTING, dict[str, float])["main"]
     of_rung = read_records(protocol, records)
     lines = of_rung["main"]
-    answers = answer_all(protocol, of_rung)
+    answers = [one for one in answer_all(protocol, of_rung) if one.differences]
     means = {
         one.name: one.mean
         for one in answers
@@ -100,7 +101,6 @@ def write_page(protocol: Protocol, records: Path) -> None:
         parts.append(f"![differences from softmax-renorm](records/{records.name}/{picture.name})")
     parts.append(markdown_table(*tabulate_questions(protocol, answers), gap=""))
     parts.append(markdown_table(*tabulate_arms(protocol, lines, counting), gap=""))
-    begin, end = MARKS
-    before, _, rest = PAGE.read_text().partition(begin)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
     text = "\n\n".join(parts)
-    write_atomic(PAGE, f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+    write_atomic(PAGE, f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
