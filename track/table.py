@@ -7,7 +7,7 @@ from statistics import fmean
 from common.files import read_json, write_atomic
 from common.text import Table, markdown_table
 from report.compare import Difference
-from track.contest import COUNTING, Line, Protocol, Question, draw_setting, read_records
+from track.contest import COUNTING, Line, Protocol, draw_setting, read_records
 from track.score import Answer, answer_all, find_best, judge
 
 PAGE = Path(__file__).with_name("README.md")
@@ -70,16 +70,15 @@ def format_mean(values: Sequence[float | None], digits: int) -> str:
 def draw_answers(means: dict[str, Difference], lines: Sequence[Line], counting: float) -> bytes:
     """An SVG file: each question's difference from softmax-renorm; dense and counting as lines.
 
-    Counting is minus the reference's mean loss.
+    Counting is minus the mean loss of all runs of softmax-renorm.
     """
     from report.plots import draw_differences, format_svg  # other commands do without matplotlib
 
     levels = {}
     if "dense" in means:
         levels["dense"] = means.pop("dense").mean
-    reference = [line.loss for line in lines if line.arm in Question().minus and line.loss]
-    if reference:
-        levels["counting"] = counting - fmean(reference)
+    losses = [line.loss for line in lines if "softmax-renorm" in line.arm and line.loss]
+    levels["counting"] = counting - fmean(losses)
     return format_svg(draw_differences("minus softmax-renorm, nats per byte", means, levels))
 
 
@@ -92,7 +91,7 @@ def write_page(protocol: Protocol, records: Path) -> None:
     means = {
         one.name: one.mean
         for one in answers
-        if one.mean and one.flops == protocol.rungs["main"].flops
+        if one.mean and one.flops == protocol.rungs["main"].flops and "softmax-renorm" in one.minus
     }
     parts = []
     if len(means) > 1:
