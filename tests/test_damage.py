@@ -22,7 +22,7 @@ from hf.export import export
 from report import __main__ as report
 from runtime.identity import read_id
 from scripts import sample, watch
-from track.contest import read_lines
+from track.contest import FILE, load_protocol, read_records
 
 SIZE = 40  # bytes of a flipped file that are left alone at its start, at least
 
@@ -139,7 +139,7 @@ def scan_the_set(folder):
     ("runs/tiny/metrics.jsonl", partial(run_command, "train")),
     ("runs/tiny/checkpoints/step_00000002/manifest.json", partial(run_command, "val_loss")),
     ("data/tiny/val-00000.bin", command(scan_the_set)),
-    ("main.jsonl", command(lambda folder: read_lines(folder / "main.jsonl"))),
+    ("main.jsonl", command(lambda folder: read_records(load_protocol(FILE), folder))),
 ])  # fmt: skip
 def test_an_error_of_the_disk_names_the_file(folder, capsys, file, read):
     (folder / file).unlink(missing_ok=True)
