@@ -354,7 +354,8 @@ def test_counting_of_a_contest(rules, tmp_path, corpus, monkeypatch):
     train = [
         np.hstack([inputs, targets[:, -1:]]) for inputs, targets in map(loader.batch, range(250))
     ]
-    distinct = np.unique(np.vstack(train), axis=0)  # fewer than 2,000
+    distinct = np.unique(np.vstack(train), axis=0)
+    assert len(distinct) < 2000
     tokens = open_tokens(corpus / "tiny", "val")
     places = 32 * choose_validation([tokens], 32, 6).windows
     val = np.array([tokens.read(place, 33) for place in places.tolist()])
@@ -398,6 +399,7 @@ CHANGED = "is another arm now, or has another seed"
         ("enter tanh --settings 1 --rung main", "settings = 1: should be greater"),
         ("enter tanh --hash-layers -1 --rung main", "hash_layers = -1: should be greater"),
         ("enter tanh --rung main", "enter tanh: questions.tanh has an arm or rung that is not t"),
+        ("enter tanh --balance loss", "enter tanh: questions.tanh has an arm or rung"),
         (("[track]\n", "[track]\nunknown = 1\n"), "unknown = 1: Extra inputs"),
         (('balance = "loss" }\n\n', 'balance = "luck" }\n\n'), "arms.kern-loss.balance"),
         (('["kern-loss"]', '["kern-los"]'), "questions.kern has an arm or rung that is not there"),
