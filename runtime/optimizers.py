@@ -187,7 +187,9 @@ class CopyingAdamW(Optimizer):
                 self.half.note(p)
 
 
-def build_optimizer(model: nn.Module, optim: Optim, half: HalfCopies | None = None) -> Optimizers:
+def build_optimizer(
+    model: nn.Module, optim: Optim, half: HalfCopies | None = None, compile: bool = False
+) -> Optimizers:
     """AdamW, or Muon with AdamW, with moments allocated; only matrices have weight decay.
 
     Args:
@@ -196,6 +198,7 @@ def build_optimizer(model: nn.Module, optim: Optim, half: HalfCopies | None = No
             optim.router_lr_ratio for routers (W, b, γ), optim.expert_out_lr_ratio for w_out of the
             routed experts.
         half: copies that AdamW's step may write.
+        compile: compile what Muon does before and after it orthogonalizes.
     """
     groups = group_parameters(model, optim)
     ordered = [p for group in groups for p in group["params"]]
@@ -221,7 +224,7 @@ def build_optimizer(model: nn.Module, optim: Optim, half: HalfCopies | None = No
     for (kind, _), by_number in groups_of_parts.items():
         own_groups = list(by_number.values())
         if kind == "muon":
-            parts.append(Muon(own_groups, optim.lr, find_splits(model)))
+            parts.append(Muon(own_groups, optim.lr, find_splits(model), compile))
         elif kind == "torch":
             parts.append(AdamW(own_groups, **settings, fused=True))
         else:
@@ -334,14 +337,19 @@ class Muon(Optimizer):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, groups: list[Group], lr: float, splits: Mapping[Tensor, Split]) -> None:
+    def __init__(
+        self, groups: list[Group], lr: float, splits: Mapping[Tensor, Split], compile: bool
+    ) -> None:
         """Train groups of `params`, `momentum` (μ), `weight_decay`; splits are of `find_splits`."""
         super().__init__(groups, {"lr": lr})
         self.splits = splits
+        # on a GPU their operators move four times the bytes that one kernel each does
+        self.move_mean = torch.compile(move_mean) if compile else move_mean
+        self.move_weight = torch.compile(move_weight) if compile else move_weight
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]  # no loss is returned
-        """Take a step with the gradients in place, which it overwrites. There is no `closure`."""
+        """Take a step with the gradients in place. There is no `closure`."""
         taken = (self.found_inf == 0).float()
         for group in self.param_groups:
             for params in iterate_batches(group["params"]):
@@ -352,11 +360,11 @@ class Muon(Optimizer):
                 ]
                 orthogonalize_in_place(chain.from_iterable(split), taken)
                 for p, direction, matrices in zip(params, directions, split, strict=True):
-                    weight = local_part(p)
-                    weight.mul_(1 - group["lr"] * group["weight_decay"] * taken)
                     own = own_rows(direction, p) if p.dim() == 2 else direction
                     size = max(matrices[0].shape[-2:])  # of each: they differ in their smaller side
-                    weight.sub_(own, alpha=group["lr"] * 0.2 * size**0.5)
+                    rate = group["lr"] * taken  # tensors: a number would be compiled anew each step
+                    kept = 1 - group["weight_decay"] * rate
+                    self.move_weight(local_part(p), own, kept, 0.2 * size**0.5 * rate)
 
     def _update_mean(self, p: Tensor, momentum: float, taken: Tensor) -> Tensor:
         """Update the running mean, if `taken`, () fp32, is 1; returns all of the direction."""
@@ -364,16 +372,36 @@ class Muon(Optimizer):
         state["step"] += taken
         mean = local_part(state["exp_avg"])
         assert p.grad is not None
-        gradient = local_part(p.grad)
-        gradient.div_(self.grad_scale).masked_fill_(taken == 0, 0.0)  # it may hold inf
-        mean.lerp_(gradient, (1 - momentum) * taken)
-        direction = gradient.lerp(mean, momentum)
+        dtype = torch.bfloat16 if p.device.type == "cuda" else p.dtype
+        direction = self.move_mean(
+            mean, local_part(p.grad), self.grad_scale, taken, momentum, dtype
+        )
         if isinstance(p, DTensor) and p.dim() == 2:  # else experts, each whole on one rank
             shards = DTensor.from_local(
                 direction, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
             )
             direction = shards.full_tensor()
-        return direction.to(torch.bfloat16 if p.device.type == "cuda" else p.dtype)
+        return direction
+
+
+def move_mean(
+    mean: Tensor,
+    gradient: Tensor,
+    grad_scale: Tensor,
+    taken: Tensor,
+    momentum: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Move Muon's running mean to a gradient, if `taken` is 1; returns the direction in `dtype`."""
+    gradient = gradient / grad_scale
+    gradient.masked_fill_(taken == 0, 0.0)  # it may hold inf
+    mean.lerp_(gradient, (1 - momentum) * taken)
+    return gradient.lerp(mean, momentum).to(dtype)
+
+
+def move_weight(weight: Tensor, direction: Tensor, kept: Tensor, rate: Tensor) -> None:
+    """Multiply a weight by `kept` () and subtract `rate` () times a direction, in place."""
+    weight.mul_(kept).addcmul_(direction.to(weight.dtype), rate, value=-1)
 
 
 def iterate_batches(params: list[Tensor]) -> Iterator[list[Tensor]]:

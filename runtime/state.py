@@ -158,7 +158,7 @@ class TrainState(AbstractContextManager["TrainState"]):
         if compute.shares_casts:
             layers = [mixture.experts for mixture in self.mixtures]
         self.half = HalfCopies(layers, plan.dtype, config.model.backend)
-        self.optimizer = build_optimizer(self.model, config.optim, self.half)
+        self.optimizer = build_optimizer(self.model, config.optim, self.half, compiles)
         self.updates = Updates(
             self.optimizer, config.optim.grad_clip, plan.dtype == torch.float16, compiles
         )

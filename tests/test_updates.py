@@ -287,6 +287,27 @@ def test_a_decision_is_compiled_once(monkeypatch):
     assert (counters.step, counters.loss, counters.healthy) == (39, 40.0, 1)
 
 
+def test_muon_compiles_once_and_takes_the_steps_that_it_takes_without(monkeypatch):
+    """At a rate of its own each step, the second one skipped."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    weights = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        model = GPT(SMALL)
+        optimizers = build_optimizer(model, Optim(name="muon"), compile=compile)
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for step, last in enumerate((1.0, math.inf, 3.0, 4.0)):
+                for group in optimizers.param_groups:
+                    group["lr"] = 0.1 / (step + 1)
+                for p in model.parameters():
+                    p.grad = torch.randn_like(p)
+                    p.grad.view(-1)[-1] = last
+                optimizers.step(torch.tensor(2.0), torch.tensor(float(step == 1)))
+        weights.append(flat(model))
+    assert weights[0].isfinite().all()
+    assert_near(weights[1], weights[0], tolerance(torch.float32, 64), "weights")
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_bad_loss_of_finite_gradients_changes_no_weight(loss):
     """The guard of the loss alone, without the one of the gradients; the step after it neither."""
