@@ -397,9 +397,7 @@ CHANGED = "is another arm now, or has another seed"
             "'kern-loss' is another arm: take another name",
         ),
         ("enter tanh --settings 1 --rung main", "settings = 1: should be greater"),
-        ("enter tanh --hash-layers -1 --rung main", "hash_layers = -1: should be greater"),
         ("enter tanh --rung main", "enter tanh: questions.tanh has an arm or rung that is not t"),
-        ("enter tanh --balance loss", "enter tanh: questions.tanh has an arm or rung"),
         (("[track]\n", "[track]\nunknown = 1\n"), "unknown = 1: Extra inputs"),
         (('balance = "loss" }\n\n', 'balance = "luck" }\n\n'), "arms.kern-loss.balance"),
         (('["kern-loss"]', '["kern-los"]'), "questions.kern has an arm or rung that is not there"),
@@ -409,7 +407,6 @@ CHANGED = "is another arm now, or has another seed"
             "growth.all",
         ),
         (("alpha = 0.01\n", ""), "alpha is missing"),
-        (("[track]\n", "[track\n"), "TOML"),
     ],
 )
 def test_bad_records_arguments_and_rules(given, words, rules, tmp_path, capsys):
@@ -463,10 +460,12 @@ def test_runs_are_recorded_as_they_end(rules, tmp_path, monkeypatch, capsys, err
             yield point, 0 if is_whole else EXIT_CODE if stop.asked else 1
 
     monkeypatch.setattr(runner, "train_points", train_points)
+    monkeypatch.setattr(runner, "time", mock.Mock(monotonic=lambda: 60 * len(trained)))
     command = ["--track", rules, "--records", str(tmp_path / "records"), "run", "--parallel", "2"]
     assert main(command, Stop()) == EXIT_CODE
     output = capsys.readouterr()
     assert "kern-loss-0 failed with exit code 1" in output.err and "resumes" in output.out
+    assert "3 left, about 3 min" in output.out  # two runs at once, two minutes
     assert output.err.count("failed") == 1  # not the stopped one
     # one fails again; then nothing is left
     assert [main(command, Stop()) for _ in range(3)] == [1, 0, 0]
@@ -523,7 +522,6 @@ def test_the_page_has_the_records_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "PAGE", page)
     assert main(["table"], Stop()) == 0
     assert page.read_text() == (FOLDER / "README.md").read_text()
-    assert not list(tmp_path.glob("*.svg"))
     losses = {"softmax-renorm-quantile": 1.3, "dense": 1.35, "tanh-quantile": 1.28}
     losses["kern-quantile"] = 1.31
     for (arm, loss), setting in product(losses.items(), (1, 3)):  # a balance loss at even settings

@@ -114,10 +114,11 @@ class Runner:
                 append_line(self.record, line)
                 ended += 1
                 left = len(missing) - ended
-                minutes = (time.monotonic() - start) / 60 / ended * left
+                # as many as run at once end together
+                minutes = (time.monotonic() - start) / 60 / max(ended, parallel) * left
                 print(f"{describe(line)}; {left} left, about {minutes:.0f} min", flush=True)
         if stop.asked:
-            print(f"stopped; {self.record} has what ended, the same command resumes", flush=True)
+            print(f"stopped; {self.record} has what ended, the same command resumes")
             return EXIT_CODE
         return int(ended < len(missing))
 
