@@ -364,7 +364,7 @@ class Muon(Optimizer):
                     size = max(matrices[0].shape[-2:])  # of each: they differ in their smaller side
                     rate = group["lr"] * taken  # tensors: a number would be compiled anew each step
                     kept = 1 - group["weight_decay"] * rate
-                    self.move_weight(local_part(p), own, kept, 0.2 * size**0.5 * rate)
+                    self.move_weight(local_part(p), own, kept, -0.2 * size**0.5 * rate)
 
     def _update_mean(self, p: Tensor, momentum: float, taken: Tensor) -> Tensor:
         """Update the running mean, if `taken`, () fp32, is 1; returns all of the direction."""
@@ -399,9 +399,9 @@ def move_mean(
     return gradient.lerp(mean, momentum).to(dtype)
 
 
-def move_weight(weight: Tensor, direction: Tensor, kept: Tensor, rate: Tensor) -> None:
-    """Multiply a weight by `kept` () and subtract `rate` () times a direction, in place."""
-    weight.mul_(kept).addcmul_(direction.to(weight.dtype), rate, value=-1)
+def move_weight(weight: Tensor, direction: Tensor, kept: Tensor, factor: Tensor) -> None:
+    """Multiply a weight by `kept` () and add `factor` () times a direction, in place."""
+    weight.mul_(kept).addcmul_(direction.to(weight.dtype), factor)
 
 
 def iterate_batches(params: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -150,7 +150,14 @@ def test_a_graph_needs_one_gpu_with_memory_to_spare(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "more", [[], ["train.compile=on"], ["model.router=kern"], ["optim.name=muon"]]
+    "more",
+    [
+        [],
+        ["train.compile=on"],
+        ["model.router=kern"],
+        ["optim.name=muon"],
+        ["optim.name=muon", "train.compile=on"],
+    ],
 )
 def test_a_run_that_replays_is_equal_to_one_that_does_not_on_gpu(tiny, more, dtype, capsys):
     compare_runs(tiny, "train.device=cuda", f"train.dtype={dtype}", *more)

@@ -295,7 +295,8 @@ def test_muon_compiles_once_and_takes_the_steps_that_it_takes_without(monkeypatc
         torch.manual_seed(0)
         model = GPT(SMALL)
         optimizers = build_optimizer(model, Optim(name="muon"), compile=compile)
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        limit = {"recompile_limit": 4, "fail_on_recompile_limit_hit": True}  # shapes, not steps
+        with torch._dynamo.config.patch(limit):
             for step, last in enumerate((1.0, math.inf, 3.0, 4.0)):
                 for group in optimizers.param_groups:
                     group["lr"] = 0.1 / (step + 1)
