@@ -343,7 +343,7 @@ class Muon(Optimizer):
         """Train groups of `params`, `momentum` (μ), `weight_decay`; splits are of `find_splits`."""
         super().__init__(groups, {"lr": lr})
         self.splits = splits
-        # on a GPU their operators move four times the bytes that one kernel each does
+        # on a GPU their operators move three times the bytes that one kernel each does
         self.move_mean = torch.compile(move_mean) if compile else move_mean
         self.move_weight = torch.compile(move_weight) if compile else move_weight
 
@@ -352,6 +352,8 @@ class Muon(Optimizer):
         """Take a step with the gradients in place. There is no `closure`."""
         taken = (self.found_inf == 0).float()
         for group in self.param_groups:
+            rate = group["lr"] * taken  # tensors: a number would be compiled anew each step
+            kept = 1 - group["weight_decay"] * rate
             for params in iterate_batches(group["params"]):
                 directions = [self._update_mean(p, group["momentum"], taken) for p in params]
                 split = [
@@ -362,8 +364,6 @@ class Muon(Optimizer):
                 for p, direction, matrices in zip(params, directions, split, strict=True):
                     own = own_rows(direction, p) if p.dim() == 2 else direction
                     size = max(matrices[0].shape[-2:])  # of each: they differ in their smaller side
-                    rate = group["lr"] * taken  # tensors: a number would be compiled anew each step
-                    kept = 1 - group["weight_decay"] * rate
                     self.move_weight(local_part(p), own, kept, -0.2 * size**0.5 * rate)
 
     def _update_mean(self, p: Tensor, momentum: float, taken: Tensor) -> Tensor:
