@@ -1,12 +1,6 @@
-"""The optimizers: torch's fused AdamW, AdamW that also writes half-precision copies, and Muon.
-
-With optim.transfer each multiplier of the papers is an initial size and a rate of one parameter,
-which is the same for AdamW and for Muon (docs/transfer.md derives them). So no forward pass
-changes, and checkpoints and exports stay as they are.
-"""
+"""The optimizers: torch's fused AdamW, AdamW that also writes half-precision copies, and Muon."""
 
 import inspect
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -18,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 import kernels
 from attention import Attention
-from configure.schema import Model, Optim
-from gate_norm import own_gate_norm
+from configure.schema import Optim
 from kernels import choose_backend
-from model import GPT, MLP, Experts
+from model import MLP, Experts
 from runtime.parallel import find_mesh, local_part, own_rows
+from runtime.transfer import find_scale, measure_ratios
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Muon's authors
 MOMENTUM = 0.95  # of Muon, with Nesterov's form
@@ -244,10 +238,7 @@ def group_parameters(model: nn.Module, optim: Optim) -> list[Group]:
     group sets its place in the sum of the gradients' norm.
     """
     groups: dict[tuple, Group] = {}
-    ratios = Ratios()
-    if optim.transfer != "none":
-        assert isinstance(model, GPT)
-        ratios = measure_ratios(model.config, optim)
+    ratios = measure_ratios(model, optim)
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -445,77 +436,3 @@ def orthogonalize(x: Tensor, taken: Tensor) -> Tensor:
         quintic = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         wide = torch.baddbmm(wide, quintic, wide, beta=a)
     return wide if is_wide else wide.mT
-
-
-# ---- optim.transfer: initial sizes and rates that let settings tuned at one shape serve another
-# The matrices of a block; "w_out" also is the end of a parameter without ".weight".
-MATRICES = ("attn.qkv.weight", "attn.proj.weight", "w_in.weight", "w_out.weight", "w_in", "w_out")
-# Those whose inputs are hidden units
-HIDDEN = ("w_out", "w_out.weight")
-# What a block adds to the residual stream is linear in these.
-OUTPUTS = ("attn.proj.weight", "attn.proj.bias", "w_out", "w_out.weight", "w_out.bias")
-
-
-class Ratios(NamedTuple):
-    """A model's shape over the shape at which its settings were tuned."""
-
-    width: float = 1.0  # of n_embd
-    hidden: float = 1.0  # of the hidden units of a block that act on a token
-    depth: float = 1.0  # of n_layer
-    gates: float = 1.0  # √top_k over the norm that the gates start with
-
-
-class Scale(NamedTuple):
-    """Factors on a parameter's initial values and on its learning rate."""
-
-    size: float = 1.0
-    rate: float = 1.0
-
-
-def measure_ratios(model: Model, optim: Optim) -> Ratios:
-    """The ratios of optim.transfer = "mup"; ones for "none"."""
-    if optim.transfer == "none":
-        return Ratios()
-    depth = model.n_layer / (optim.base_layers or model.n_layer)
-    gates = 1.0
-    if model.router != "dense":
-        # fresh routers have logits of the base width's size
-        gates = math.sqrt(model.top_k) / own_gate_norm(model, optim.base_width)
-    width = model.n_embd / optim.base_width
-    hidden = model.active_hidden / optim.base_hidden
-    return Ratios(width, hidden, depth, gates)
-
-
-def find_scale(name: str, ratios: Ratios, by_muon: bool) -> Scale:
-    """The factors of a parameter.
-
-    Args:
-        name: its name in the GPT.
-        ratios: of its model.
-        by_muon: Muon trains it; its steps have equal singular values.
-    """
-    size = 1.0
-    rate = 1.0
-    if name.startswith("ln_f."):  # a factor on the logits
-        size /= ratios.width
-        rate /= ratios.width
-    elif name.endswith(("router.weight", *MATRICES)):
-        inputs = ratios.hidden if name.endswith(HIDDEN) else ratios.width
-        size /= math.sqrt(inputs)
-        rate /= math.sqrt(inputs) if by_muon else inputs
-    if name.endswith(OUTPUTS):
-        # `GPT.init_weights` divides by the root of the depth
-        size /= math.sqrt(ratios.depth)
-        rate /= ratios.depth
-    if name.endswith("experts.w_out"):
-        size *= ratios.gates
-        rate *= ratios.gates
-    return Scale(size, rate)
-
-
-@torch.no_grad()
-def scale_initial_weights(model: GPT, optim: Optim) -> None:
-    """Multiply fresh weights by their sizes, in place."""
-    ratios = measure_ratios(model.config, optim)
-    for name, p in model.named_parameters():
-        p.mul_(find_scale(name, ratios, by_muon=False).size)

@@ -21,7 +21,7 @@ from runtime.distributed import Ranks
 from runtime.folder import Branch, RunFolder
 from runtime.graph import StepGraph, can_capture
 from runtime.memory import count_expert_ranks
-from runtime.optimizers import HalfCopies, build_optimizer, scale_initial_weights
+from runtime.optimizers import HalfCopies, build_optimizer
 from runtime.parallel import (
     Compute,
     distribute,
@@ -33,6 +33,7 @@ from runtime.parallel import (
 )
 from runtime.preflight import InitialWeights, Plan
 from runtime.runs import OLD_SETTINGS, check_settings, describe_settings
+from runtime.transfer import scale_initial_weights
 from runtime.updates import Updates, WeightAverage
 
 
