@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
-from common.files import DamagedFile, naming, read_json, short_path
+from common.files import DamagedFile, is_file, is_folder, naming, read_json, short_path
 from data import BARE_TOKENS, DataError
 
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
@@ -159,10 +159,10 @@ def read_meta(folder: Path) -> Meta:
     Raises DataError if it is missing, half-prepared or of another format.
     """
     path = folder / "meta.json"
-    if not path.is_file():
-        if (folder / "train.bin").is_file():
+    if not is_file(path):
+        if is_file(folder / "train.bin"):
             raise DataError(f"{folder / 'train.bin'}: {BARE_TOKENS}: {_guess_command(folder)}")
-        if folder.is_dir() or partial_folder(folder).is_dir():
+        if is_folder(folder) or is_folder(partial_folder(folder)):
             state = "half-prepared. Resume with the command that started it"
         else:
             state = "no such data set. Prepare it"
@@ -227,7 +227,7 @@ def check_lengths(folder: Path, meta: Meta) -> None:
     """Raise DataError if a shard is missing or its length differs from `meta`."""
     for shard in list_shards(meta):
         path = folder / shard.name
-        size = path.stat().st_size if path.is_file() else None
+        size = path.stat().st_size if is_file(path) else None
         if size != 2 * shard.tokens:
             found = "no such file" if size is None else f"found {size}"
             raise DataError(

@@ -33,7 +33,7 @@ import numpy as np
 
 from common.command import build_parser, command, run_command
 from common.cores import count_cores
-from common.files import DamagedFile, read_json, write_atomic
+from common.files import DamagedFile, exists, is_file, read_json, write_atomic
 from common.progress import progress_bar
 from common.text import format_bytes, plural
 from data import DataError
@@ -193,7 +193,7 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     folder = (args.out / args.name).resolve()
     partial = partial_folder(folder)
     provenance = {key: getattr(args, key) for key in ARGUMENTS if getattr(args, key) is not None}
-    if (folder / "meta.json").exists() and not args.force:
+    if exists(folder / "meta.json") and not args.force:
         meta = check_existing(folder, provenance, args)
         print(f"already there: {describe_set(meta, folder)}")
         remove_leftovers(folder)
@@ -319,7 +319,7 @@ def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
     Raises DataError if the record has another provenance or is damaged; `force` starts over.
     """
     path = partial / PROGRESS_FILE
-    if path.exists() and not force:
+    if exists(path) and not force:
         try:
             progress = read_json(path, Progress)
         except DamagedFile as error:
@@ -425,10 +425,10 @@ def check_existing(folder: Path, provenance: dict, args: argparse.Namespace) -> 
     # the hub's files are recorded by their commit, which for a branch or tag is not known here
     if re.fullmatch("[0-9a-f]{40}", args.revision or ""):
         now["revision"] = args.revision
-    if not is_remote(args) and all(path.exists() for path in args.source + args.val_source):
+    if not is_remote(args) and all(exists(path) for path in args.source + args.val_source):
         now |= hash_inputs(list_files(args)[0])
     recorded = {key: meta.source.get(key) for key in now}
-    if Path(args.tokenizer, TOKENIZER_FILE).is_file():
+    if is_file(Path(args.tokenizer, TOKENIZER_FILE)):
         now["tokenizer_files"] = identity(load_tokenizer(args.tokenizer))
         recorded["tokenizer_files"] = meta.tokenizer
     refuse_changes(recorded, now, f"{folder} was made")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from common.files import check_regular
+from common.files import check_regular, exists, is_file, is_folder
 from common.text import first_line
 from data import DataError
 from data.readers import (
@@ -57,7 +57,7 @@ def stdlib_inputs() -> list[Input]:
     root = Path(sysconfig.get_path("stdlib"))
     inputs = []
     for path in root.rglob("*"):
-        is_module = path.name.lower().endswith(".py") and path.is_file()
+        is_module = path.name.lower().endswith(".py") and is_file(path)
         if is_module and STDLIB_SKIPS.isdisjoint(path.relative_to(root).parts):
             inputs.append(make_input(path, root))
     return sorted(inputs, key=lambda file: file.name)
@@ -82,21 +82,21 @@ def local_inputs(
     inputs = []
     notes = []
     for path in paths:
-        if not path.exists():
+        if not exists(path):
             raise DataError(f"{path}: no such file or folder: correct {option}")
         check_regular(path)
-        is_folder = path.is_dir()
+        in_folder = is_folder(path)
         read: Counter[str] = Counter()
         left: Counter[str] = Counter()
-        for file in sorted(_walk(path)) if is_folder else [path]:
+        for file in sorted(_walk(path)) if in_folder else [path]:
             kind = name_kind(file)
-            if is_folder and file.name.startswith("."):  # such as .git
+            if in_folder and file.name.startswith("."):  # such as .git
                 left["hidden"] += 1
-            elif is_folder and _is_card(file):
+            elif in_folder and _is_card(file):
                 left["cards of data sets"] += 1
             elif can_read(file, any_text):
                 read[kind] += 1
-                inputs.append(make_input(file, path if is_folder else path.parent))
+                inputs.append(make_input(file, path if in_folder else path.parent))
             else:
                 left[kind] += 1
         remedies = {words: None for ending, words in OTHER.items() if left[ending]}
@@ -139,7 +139,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 def can_read(path: Path, any_text: bool) -> bool:
     """Return True if a file is of a known kind; with `any_text` also if it is text."""
     path.stat()  # a broken link is an error
-    if not path.is_file() or name_kind(path) in OTHER:
+    if not is_file(path) or name_kind(path) in OTHER:
         return False
     return path.name.lower().endswith(KINDS) or (any_text and is_text(path))
 

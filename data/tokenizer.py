@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from common.files import check_regular, read_content
+from common.files import check_regular, exists, is_file, is_folder, read_content
 from common.text import first_line
 from data import DataError
 from data.bins import name_remedy, read_meta
@@ -211,7 +211,7 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
     try:
         for name in (TOKENIZER_FILE, "config.json", "tokenizer_config.json"):
             check_regular(folder / name)
-            if name == TOKENIZER_FILE or (folder / name).exists():
+            if name == TOKENIZER_FILE or exists(folder / name):
                 contents.append((folder / name).read_bytes())
             else:
                 contents.append(b"{}")
@@ -288,7 +288,7 @@ def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
         return ByteTokenizer()
     if name == GPT2Tokenizer.name:
         return GPT2Tokenizer(_read_bpe_file(ranks))
-    if Path(name).is_dir():
+    if is_folder(Path(name)):
         return read_tokenizer_folder(Path(name))
     known = ", ".join([*TOKENIZERS, f"a folder with {TOKENIZER_FILE}"])
     raise DataError(f"no tokenizer {name!r}: choose one of {known}")
@@ -304,12 +304,12 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     tokenizer_file = folder / TOKENIZER_FILE
     tokenizer: Tokenizer | None = None
     content = b""
-    if tokenizer_file.is_file():
+    if is_file(tokenizer_file):
         content = read_content(tokenizer_file)
         found = hashlib.sha256(content).hexdigest()  # before it is parsed: it may be damaged
     else:
         ranks_file = folder / RANKS_FILE
-        tokenizer = load_tokenizer(info["name"], ranks_file if ranks_file.is_file() else None)
+        tokenizer = load_tokenizer(info["name"], ranks_file if is_file(ranks_file) else None)
         found = tokenizer.hash
     if found != info["hash"]:
         raise DataError(
@@ -375,7 +375,7 @@ def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
     cached = Path(cache, hashlib.sha1(RANKS_URL.encode()).hexdigest())  # tiktoken's name for it
     path = Path(ranks or cached)
     try:
-        if not ranks and not cached.is_file():
+        if not ranks and not is_file(cached):
             # tiktoken alone would wait for an unreachable network forever
             requests.head(RANKS_URL, timeout=5).raise_for_status()
             return read_file_cached(RANKS_URL, RANKS_SHA256)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import sync_folder, take_lock, write_atomic
+from common.files import exists, is_file, is_folder, sync_folder, take_lock, write_atomic
 from data import DataError
 from data.bins import SHARD_TOKENS, Meta, Shard, Split, list_shards, partial_folder
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
@@ -71,7 +71,7 @@ class Writer(AbstractContextManager["Writer"]):
         for file in self._files.values():
             with suppress(OSError):  # closing writes, which fails on a full disk
                 file.close()
-        if not self._finished and not (self.partial / PROGRESS_FILE).exists():
+        if not self._finished and not exists(self.partial / PROGRESS_FILE):
             shutil.rmtree(self.partial)  # not after `finish`: another process may have made it
         self._lock.close()
 
@@ -121,7 +121,7 @@ class Writer(AbstractContextManager["Writer"]):
             for shard in recorded.files:
                 path = self.partial / shard.name
                 size = 2 * shard.tokens
-                if not path.is_file() or path.stat().st_size < size:
+                if not is_file(path) or path.stat().st_size < size:
                     raise DataError(f"{path}: missing or too short: start over with --force")
                 file = path.open("r+b")
                 file.truncate(size)
@@ -144,7 +144,7 @@ class Writer(AbstractContextManager["Writer"]):
         self._finished = True
         refuse_foreign_files(self.folder)  # a second time: preparing can last hours
         (self.folder / "meta.json").unlink(missing_ok=True)  # the old set is incomplete from here
-        if self.folder.exists():
+        if exists(self.folder):
             shutil.rmtree(self.folder)
         os.rename(self.partial, self.folder)
         sync_folder(self.folder.parent)
@@ -155,13 +155,13 @@ class Writer(AbstractContextManager["Writer"]):
 def remove_leftovers(folder: Path) -> None:
     """Remove the record of progress and the lock from a complete set."""
     for path in (folder / PROGRESS_FILE, folder / LOCK_FILE):
-        if path.exists():  # a read-only file system refuses to unlink even a missing file
+        if exists(path):  # a read-only file system refuses to unlink even a missing file
             path.unlink(missing_ok=True)
 
 
 def refuse_foreign_files(folder: Path) -> None:
     """Raise DataError if `folder`, which will be replaced, contains files of no data set."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         return
     for path in sorted(folder.iterdir()):
         if not OWN_FILES.fullmatch(path.name):

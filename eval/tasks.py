@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from common.command import require_packages
+from common.files import is_file
 from common.text import first_line
 from runtime import RunError
 
@@ -89,7 +90,7 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
                 f"name other tasks, or leave the folder of local files out"
             )
         file = local_file(folder, name)
-        if not file.is_file():
+        if not is_file(file):
             present = sorted(path.stem for path in folder.glob("*.jsonl"))
             files = ", ".join(present) or "no .jsonl file"
             raise RunError(f"{file}: missing; the folder has {files}")

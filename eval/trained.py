@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.files import is_file
 from configure import Config
 from data import DataError
 from data.bins import (
@@ -136,7 +137,7 @@ def check_comparable(
 def find_set(trained: Trained, name: str) -> Path | None:
     """The folder of a prepared set, by its path or its name in data.dir; None: no such set."""
     for folder in (Path(name), Path(trained.config.data.dir, name)):
-        if (folder / "meta.json").is_file():
+        if is_file(folder / "meta.json"):
             return folder
     return None
 
@@ -176,7 +177,7 @@ def load_run(
     trained = load_model(folder, step, ema)
     folders = trained.config.data.folders
     for data in folders:
-        if (data / "meta.json").is_file():
+        if is_file(data / "meta.json"):
             _check_tokenizer(trained, data)
             return trained, open_tokenizer(data)
     for name, kind in TOKENIZERS.items():

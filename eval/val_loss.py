@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 from common.command import build_parser, command, run_command
-from common.files import write_atomic
+from common.files import exists, is_file, write_atomic
 from common.text import text_table
 from data import DataError
 from data.bins import read_meta
@@ -186,7 +186,7 @@ def open_corpus(
     block = config.model.block_size
     folder = find_set(trained, name)
     if folder is None:
-        if Path(name).is_file():
+        if is_file(Path(name)):
             return open_text(Path(name), tokenizer, block, args.stride or block)
         sets = ", ".join(list_sets(Path(config.data.dir))) or "none"
         raise DataError(
@@ -265,7 +265,7 @@ def append_results(trained: Trained, stride: int | None, lines: list[dict[str, A
     file = trained.folder / "eval" / trained.label / "val_loss.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     run = {"run": trained.config.run.name, "step": trained.step, "stride": stride}
-    content = file.read_text() if file.exists() else ""
+    content = file.read_text() if exists(file) else ""
     for line in lines:
         text = json.dumps(run | line)
         finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import configure
 from attention import kv_heads
-from common.files import DamagedFile, read_json
+from common.files import DamagedFile, is_file, is_folder, read_json
 from configure import Config
 from configure.check import find_conflicts
 from configure.schema import Model, select_model_keys
@@ -232,11 +232,11 @@ def _meta_state(model: Model) -> dict[str, Tensor]:
 
 def _read_folder(place: Path, data: Path) -> Source:
     """The model in `place`, of any kind, for a run on the data set `data`."""
-    if (place / "config.json").is_file():
+    if is_file(place / "config.json"):
         return _read_transformers(place, data)
-    if (place / "config.toml").is_file():
+    if is_file(place / "config.toml"):
         return _read_run(place, data)
-    if not place.is_dir():
+    if not is_folder(place):
         if place.is_absolute():
             raise RunError("no such folder; name an export, a run, or a download from the hub")
         command = f"hf download {place} --local-dir {place.name}"
@@ -370,7 +370,7 @@ def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Pa
     is_id = type(end) is int and end < rows  # GPT2Config's default may be above `rows`
     if is_id and end != meta.tokenizer["eot"]:
         raise _wrong_tokenizer(f"one whose texts end with id {end}", data, meta)
-    if not (place / TOKENIZER_FILE).is_file():
+    if not is_file(place / TOKENIZER_FILE):
         return
     vocab = read_json(place / TOKENIZER_FILE, TokenizerBody).model.vocab
     if isinstance(vocab, list):

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.files import read_json
+from common.files import is_file, read_json
 from runtime import RunError
 from runtime.checkpoint import LazyTensors
 
@@ -114,14 +114,14 @@ def find_weights(place: Path) -> list[str]:
     Raises:
         RunError: one is missing; or from_pretrained would read other weights.
     """
-    if (place / ADAPTER).is_file():
+    if is_file(place / ADAPTER):
         raise RunError(
             f"{ADAPTER}: from_pretrained adds this adapter to the weights where PEFT is installed; "
             f"merge it (PEFT's merge_and_unload, then save_pretrained), or move it elsewhere"
         )
-    if (place / ONE_FILE).is_file():
+    if is_file(place / ONE_FILE):
         return [ONE_FILE]
-    if not (place / INDEX).is_file():
+    if not is_file(place / INDEX):
         raise RunError(
             f"neither {ONE_FILE} nor {INDEX}; download it, or convert older formats by "
             f"transformers' save_pretrained. Files of other names are not read, nor are pickles, "
@@ -129,6 +129,6 @@ def find_weights(place: Path) -> list[str]:
         )
     files = sorted(set(read_json(place / INDEX, Index).weight_map.values()))
     for file in files:
-        if Path(file).name != file or not (place / file).is_file():
+        if Path(file).name != file or not is_file(place / file):
             raise RunError(f"{INDEX} names {file}, and no such file is in the folder; download it")
     return files

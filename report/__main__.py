@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.command import build_parser, command, describe_error, require_packages, run_command
-from common.files import write_atomic
+from common.files import exists, is_folder, write_atomic
 from runtime.runs import find_runs
 
 
@@ -35,7 +35,7 @@ from runtime.runs import find_runs
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the report and print its tables."""
     args = build_report_parser().parse_args(argv)
-    if args.out and args.out.exists() and not args.out.is_dir():
+    if args.out and exists(args.out) and not is_folder(args.out):
         raise ValueError(f"--out {args.out}: a file, not a folder; name another")
     require_packages("jinja2", "matplotlib", "pandas", "scipy")
     origin = ["scripts.report", *map(str, sys.argv[1:] if argv is None else argv)]

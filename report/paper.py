@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.files import is_file
 from report.blocks import Table
 
 FOLDER = Path(__file__).parent
@@ -47,7 +48,7 @@ def build_paper_table(experiment: str, values: Mapping[str, Any]) -> Table:
 
 def check_experiment(experiment: str) -> None:
     """Raise ValueError if `experiment` is not a file in config/paper."""
-    if not (EXPERIMENTS / f"{experiment}.toml").is_file():
+    if not is_file(EXPERIMENTS / f"{experiment}.toml"):
         printed = ", ".join(stem for stem, tables in NUMBERS.items() if "loss" in tables[0])
         raise ValueError(
             f"--experiment {experiment}: not a file in config/paper; "

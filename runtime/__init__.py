@@ -22,15 +22,6 @@ class Stopped(Exception):
     """The run was asked to stop, and did so at a checkpoint, or before its first step."""
 
 
-def check_is_run(folder: Path) -> None:
-    """Raise RunError if `folder` is not a run's."""
-    if not (folder / "config.toml").is_file():
-        fault = "no config.toml, so not a run" if folder.is_dir() else "no such folder"
-        if (folder / "ckpt.pt").is_file():
-            fault = "no run but a folder of nanoGPT, whose ckpt.pt is not read here"
-        raise RunError(f"{folder}: {fault}; give a run's folder, such as runs/quickstart-kern")
-
-
 @contextmanager
 def describe_write_errors(path: str | Path) -> Iterator[None]:
     """Turn an OSError raised within into a RunError that names `path` and the remedy."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 import configure
-from common.files import sync_folder, take_lock, write_atomic
+from common.files import exists, is_file, sync_folder, take_lock, write_atomic
 from configure import Config
 from configure.schema import Train, replace, select_keys
 from runtime import FAILURE_FILE, RunError, Stopped, checkpoint, describe_write_errors
@@ -66,7 +66,7 @@ class RunFolder(Run):
 
         Raises ConfigError if it cannot be read.
         """
-        return self.config if (self.path / "config.toml").is_file() else None
+        return self.config if is_file(self.path / "config.toml") else None
 
     def keep_recorded(self, config: Config) -> Config:
         """`config` with the recorded settings that a resume keeps.
@@ -297,7 +297,7 @@ def rename_fresh(config: Config) -> Config:
 def _use_free_name(config: Config) -> Config:
     name = config.run.name
     number = 1
-    while path_of(config).exists():
+    while exists(path_of(config)):
         number += 1
         config = replace(config, "run", name=f"{name}-{number}")
     return config

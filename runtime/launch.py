@@ -122,11 +122,12 @@ def check_command(argv: Sequence[str]) -> None:
     Data are checked only if the job has one rank.
     """
     import configure
+    from common.files import exists
     from data import DataError
     from data.loader import check_sets
 
     config = configure.from_command_line(argv)
-    if os.environ.get("WORLD_SIZE", "1") != "1" or Path(config.run.dir, config.run.name).exists():
+    if os.environ.get("WORLD_SIZE", "1") != "1" or exists(Path(config.run.dir, config.run.name)):
         return
     try:
         check_sets(config.data.folders, config.model.vocab_size)

@@ -23,7 +23,7 @@ import numpy as np
 from pydantic_core import from_json  # in half of json's time
 from tqdm import tqdm
 
-from common.files import naming, write_atomic
+from common.files import exists, is_folder, naming, write_atomic
 from common.text import first_line
 from runtime import RunError, describe_read_error, describe_write_errors
 from runtime.identity import ID_FORM, RUN_ID, ForeignError, Identity, check_origin
@@ -104,7 +104,7 @@ class Metrics:
     def _keep_old(self) -> None:
         """Keep the files of a run that starts over."""
         write_atomic(self.old, self.path.read_bytes())
-        if self.arrays.is_dir():
+        if is_folder(self.arrays):
             old_arrays = self.arrays.with_suffix(".old")
             shutil.rmtree(old_arrays, ignore_errors=True)
             self.arrays.rename(old_arrays)
@@ -208,7 +208,7 @@ def open_lines(path: Path) -> BinaryIO:
 
     Raises ForeignError if its first line has the id of another run than its folder.
     """
-    if not path.exists():
+    if not exists(path):
         return io.BytesIO()
     file = path.open("rb")
     header = HEADER.match(file.readline(100))

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import configure
-from common.files import is_locked
+from common.files import exists, is_file, is_folder, is_locked
 from common.text import escape_controls
 from configure import Config
 from configure.schema import KEYS, Mix, has_effect
-from runtime import FAILURE_FILE, RunError, check_is_run, describe_read_error
+from runtime import FAILURE_FILE, RunError, describe_read_error
 from runtime.identity import RUN_ID, check_origin
 from runtime.metrics import History, Line, add_arrays, read_metrics
 
@@ -162,6 +162,15 @@ def check_settings(
         )
 
 
+def check_is_run(folder: Path) -> None:
+    """Raise RunError if `folder` is not a run's."""
+    if not is_file(folder / "config.toml"):
+        fault = "no config.toml, so not a run" if is_folder(folder) else "no such folder"
+        if is_file(folder / "ckpt.pt"):
+            fault = "no run but a folder of nanoGPT, whose ckpt.pt is not read here"
+        raise RunError(f"{folder}: {fault}; give a run's folder, such as runs/quickstart-kern")
+
+
 SILENT = 300  # seconds without a line of metrics that are trouble of a running run; not measured
 
 
@@ -271,7 +280,7 @@ class Run:
             try:
                 return read_manifest(path)["facts"], faults
             except DamagedError as error:
-                if path.exists():  # else a process that trains has removed it meanwhile
+                if exists(path):  # else a process that trains has removed it meanwhile
                     faults.append(str(error))
         return {}, faults
 
@@ -371,7 +380,7 @@ class Run:
         trouble = self._find_trouble()
         trains = self._is_training()
         files = [self.path / "metrics.jsonl", self.path / "lock"]
-        written = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+        written = max((file.stat().st_mtime for file in files if exists(file)), default=0.0)
         if trains:
             if now - written > SILENT:
                 # a time, not a duration: the page is built again if a row changed
@@ -404,7 +413,7 @@ class Run:
         It is the first sentence, which names the error. The others explain it.
         """
         file = self.path / FAILURE_FILE
-        if not file.exists():
+        if not exists(file):
             return ""
         return file.read_text(errors="replace").partition(". ")[0].strip() or "unknown error"
 
@@ -469,7 +478,7 @@ def list_changes(path: Path) -> list[tuple[str, int, int]]:
     """
     changes = []
     for name in ("config.toml", "metrics.jsonl", "checkpoints"):
-        if (path / name).exists():
+        if exists(path / name):
             state = (path / name).stat()
             changes.append((name, state.st_mtime_ns, state.st_size))
     return changes
@@ -483,7 +492,7 @@ def list_candidates(places: Iterable[Path]) -> list[Path]:
     folders: list[Path] = []
     for place in places:
         below = find_runs([place])
-        if not below and not (place / "report.html").is_file():
+        if not below and not is_file(place / "report.html"):
             below = [place]
         folders += [folder for folder in below if folder not in folders]
     return folders

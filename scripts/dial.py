@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.files import write_atomic
+from common.files import exists, write_atomic
 from common.text import format_bytes
 from configure import Config, ConfigError
 from configure.schema import Model, replace
@@ -185,7 +185,7 @@ def write_config(args: Namespace) -> str:
     Raises:
         ConfigError: no shape is small enough, none of the memory plans fits, or the file exists.
     """
-    if args.write and args.write.exists():
+    if args.write and exists(args.write):
         raise ConfigError(f"--write {args.write}: exists; name another file, or remove it")
     model, budget = choose_shape(args)
     sequences = count_sequences(model, budget)

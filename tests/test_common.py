@@ -23,7 +23,16 @@ from tqdm import TMonitor
 
 from common import NEEDED, find_python_problem
 from common.command import build_parser, command, require_packages, run_command
-from common.files import DamagedFile, read_json, rename, short_path, write_atomic
+from common.files import (
+    DamagedFile,
+    exists,
+    is_file,
+    is_folder,
+    read_json,
+    rename,
+    short_path,
+    write_atomic,
+)
 from common.progress import progress_bar
 from common.text import (
     escape_controls,
@@ -230,6 +239,34 @@ def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="a pipe, socket or device"):
         read_json(tmp_path / "pipe", Point)
+
+
+FOUND = {  # whether it exists, is a file, is a folder
+    "file": (True, True, False),
+    "link": (True, True, False),
+    ".": (True, False, True),
+    "none": (False, False, False),
+    "file/none": (False, False, False),
+    "loop": (False, False, False),
+    "nu\0l": (False, False, False),
+}
+
+
+def test_what_nobody_can_look_at_is_not_missing(tmp_path, monkeypatch):
+    """For lack of rights, or while a network's disk fails: Path.exists of Python 3.14 says no."""
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "loop").symlink_to("loop")
+    looks = exists, is_file, is_folder
+    for name, found in FOUND.items():
+        assert tuple(look(tmp_path / name) for look in looks) == found, name
+    for number in (errno.EACCES, errno.EIO, errno.ESTALE):
+        for look in looks:
+            with monkeypatch.context() as patch, pytest.raises(OSError, match=f"{number}"):
+                patch.setattr(os, "stat", raising(OSError(number, "")))
+                look(tmp_path)
+    command = ["git", "grep", "-E", r"\.(exists|is_file|is_dir)\(\)", "--", "*.py", ":!tests"]
+    assert subprocess.run(command, cwd=REPO_ROOT, capture_output=True).stdout == b""
 
 
 def test_a_path_is_short_inside_the_working_directory(tmp_path, monkeypatch):

@@ -56,4 +56,4 @@ def test_a_rank_builds_its_shards_and_no_full_copy(corpus, tmp_path):
     assert code == 0, printed
     shards, largest, peak = (int(number) for number in printed.split())
     assert 8 * shards > 250e6 and largest > 16e6
-    assert shards + largest <= peak < 8 * shards / 2  # with about 20 MB of libraries
+    assert shards + largest <= peak < 0.6 * 8 * shards  # 50 MB of it libraries; 80 with CUDA's

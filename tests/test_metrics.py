@@ -1,7 +1,9 @@
 """runtime/metrics.py: lines and arrays through kills, full disks and damage."""
 
+import errno
 import json
 import math
+import os
 from itertools import accumulate
 
 import numpy as np
@@ -223,6 +225,23 @@ def test_a_full_disk_ends_the_run_and_its_resume_has_each_line_once(tmp_path):
     assert steps(tmp_path) == [1] and not names_in(tmp_path)
     log_run(tmp_path, steps=[2, 3], resume_step=1).close()  # there is room again
     assert steps(tmp_path) == [1, 2, 2, 3]
+
+
+def test_lines_that_nobody_can_look_at_are_kept(tmp_path, monkeypatch):
+    """As of a network's disk that fails for a moment."""
+    log_run(tmp_path, range(3)).close()
+    lines = (tmp_path / "metrics.jsonl").read_bytes()
+    stat = os.stat
+
+    def fail(path, **options):
+        if str(path).endswith("metrics.jsonl"):
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(path, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        patch.setattr(os, "stat", fail)
+        Metrics(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines
 
 
 def test_numbers_of_a_run_that_starts_over_are_kept_in_another_file(tmp_path, capsys):

@@ -34,8 +34,9 @@ from data.verify import main as verify
 from eval.val_loss import list_byte_counts, open_text
 from hf.export import export
 from hf.init_from import read_initial_weights
-from runtime import RunError, check_is_run
+from runtime import RunError
 from runtime.folder import path_of
+from runtime.runs import check_is_run
 
 pytest_plugins = ["corpora"]  # its fixtures
 END = "<|end|>"

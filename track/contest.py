@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 import configure
-from common.files import describe_invalid, read_content
+from common.files import describe_invalid, exists, read_content
 from configure.schema import Section
 
 FILE = "config/track/edition-3.toml"
@@ -186,7 +186,7 @@ def read_lines(protocol: Protocol, file: Path) -> list[Line]:
     Raises:
         ValueError: a line is no run, or there twice, or its arm or seed is not that of the rules.
     """
-    if not file.exists():
+    if not exists(file):
         return []
     lines: list[Line] = []
     for number, text in enumerate(read_content(file).decode(errors="replace").splitlines(), 1):

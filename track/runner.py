@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import configure
-from common.files import take_lock
+from common.files import exists, take_lock
 from configure import Config
 from data.bins import read_meta
 from data.loader import identify
@@ -186,8 +186,9 @@ def describe_code() -> str:
 
 def run_git(*arguments: str) -> str:
     """The output of git in the repository; empty if it fails."""
-    done = subprocess.run(["git", *arguments], cwd=REPO_ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=REPO_ROOT, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def prepare_data(config: Config, protocol: Protocol) -> None:
@@ -197,7 +198,7 @@ def prepare_data(config: Config, protocol: Protocol) -> None:
         ValueError: that fails, or the set, or its text, is not the protocol's.
     """
     (folder,) = config.data.folders
-    if not (folder / "meta.json").exists():
+    if not exists(folder / "meta.json"):
         source, val_source = protocol.text
         arguments = ["text", "--tokenizer", "bytes", "--source", source, "--val-source", val_source]
         prepare([*arguments, "--name", folder.name, "--out", str(folder.parent)])
