@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import fnmatch
 import os
 import stat
 import time
@@ -97,6 +98,15 @@ def find_mode(path: Path) -> int:
         if error.errno == errno.ELOOP:
             return 0
         raise
+
+
+def list_matching(folder: Path, pattern: str) -> list[Path]:
+    """What is in a folder under names that match a pattern, sorted; nothing if there is no folder.
+
+    Raises OSError if it cannot be listed. Path.glob of Python 3.13 finds nothing then.
+    """
+    names = os.listdir(folder) if exists(folder) else []
+    return sorted(folder / name for name in fnmatch.filter(names, pattern))
 
 
 def check_regular(path: Path) -> None:

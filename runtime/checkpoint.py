@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from common.files import rename, sync_folder, write_atomic
+from common.files import list_matching, rename, sync_folder, write_atomic
 from configure.schema import Train
 from runtime import (
     RankError,
@@ -260,7 +260,7 @@ class Saver(AbstractContextManager["Saver"]):
     def _hash_own_files(self, folder: Path) -> dict[str, dict]:
         """{name: length and sha256} of the files that this rank has written."""
         rank = dist.get_rank(self.writers) if self.writers else 0
-        paths = list(folder.glob(f"__{rank}_*"))
+        paths = list_matching(folder, f"__{rank}_*")
         if self.first:
             paths.append(folder / ".metadata")
         return {path.name: _describe_file(path) for path in paths}
@@ -332,7 +332,7 @@ def list_extra(folder: Path, train: Train, newest: float = math.inf) -> list[Pat
 
 def remove_partial_saves(folder: str | Path) -> None:
     """Remove the folders of interrupted saves. Only for a process that holds the run's lock."""
-    for path in Path(folder).glob("step_*.tmp"):
+    for path in list_matching(Path(folder), "step_*.tmp"):
         remove_checkpoint(path)
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 import configure
-from common.files import exists, is_file, sync_folder, take_lock, write_atomic
+from common.files import exists, is_file, list_matching, sync_folder, take_lock, write_atomic
 from configure import Config
 from configure.schema import Train, replace, select_keys
 from runtime import FAILURE_FILE, RunError, Stopped, checkpoint, describe_write_errors
@@ -95,7 +95,7 @@ class RunFolder(Run):
             ConfigError: its config.toml cannot be read.
         """
         if self.recorded is None:
-            if any(self.checkpoint_folder.glob("step_*")):
+            if list_matching(self.checkpoint_folder, "step_*"):
                 raise RunError(
                     f"{self} has checkpoints but no config.toml, so their settings are unknown. "
                     "Put it back, or start over in a new folder (--fresh)"
@@ -249,7 +249,7 @@ def find_or_rename(config: Config, log: Callable[[str], object] = print_once) ->
     """
     own = RunFolder(path_of(config))
     name = config.run.name
-    for path in [own.path, *sorted(own.path.parent.glob("*"))]:
+    for path in [own.path, *list_matching(own.path.parent, "*")]:
         is_related = path.name.startswith(f"{name}-") or name.startswith(f"{path.name}-")
         if (path == own.path or is_related) and RunFolder(path).holds(config):
             return replace(config, "run", name=path.name)

@@ -23,7 +23,7 @@ import numpy as np
 from pydantic_core import from_json  # in half of json's time
 from tqdm import tqdm
 
-from common.files import exists, is_folder, naming, write_atomic
+from common.files import exists, is_folder, list_matching, naming, write_atomic
 from common.text import first_line
 from runtime import RunError, describe_read_error, describe_write_errors
 from runtime.identity import ID_FORM, RUN_ID, ForeignError, Identity, check_origin
@@ -90,7 +90,7 @@ class Metrics:
         with describe_write_errors(self.path):
             if resume_step < 0 and len(lines) > len(read_metrics(self.old)):
                 self._keep_old()
-            for file in self.arrays.glob("*.tmp"):
+            for file in list_matching(self.arrays, "*.tmp"):
                 file.unlink()
             for file in list_arrays(self.path):
                 if last_step_of(file) > resume_step:
@@ -353,7 +353,7 @@ def _are_numbers(value: Any) -> bool:
 
 def list_arrays(path: str | Path, prefix: str = "*") -> list[Path]:
     """The files of arrays next to the metrics.jsonl at `path`; of one prefix in order of steps."""
-    return sorted(Path(path).with_name("arrays").glob(f"{prefix}_{8 * '[0-9]'}.npz"))
+    return list_matching(Path(path).with_name("arrays"), f"{prefix}_{8 * '[0-9]'}.npz")
 
 
 def last_step_of(file: Path) -> int:

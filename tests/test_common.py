@@ -28,6 +28,7 @@ from common.files import (
     exists,
     is_file,
     is_folder,
+    list_matching,
     read_json,
     rename,
     short_path,
@@ -253,7 +254,9 @@ FOUND = {  # whether it exists, is a file, is a folder
 
 
 def test_what_nobody_can_look_at_is_not_missing(tmp_path, monkeypatch):
-    """For lack of rights, or while a network's disk fails: Path.exists of Python 3.14 says no."""
+    """For lack of rights, or while a network's disk fails: Path.exists of Python 3.14 says no,
+    and Path.glob of 3.13 finds nothing.
+    """
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "loop").symlink_to("loop")
@@ -265,6 +268,11 @@ def test_what_nobody_can_look_at_is_not_missing(tmp_path, monkeypatch):
             with monkeypatch.context() as patch, pytest.raises(OSError, match=f"{number}"):
                 patch.setattr(os, "stat", raising(OSError(number, "")))
                 look(tmp_path)
+    assert list_matching(tmp_path / "none", "*") == []
+    assert list_matching(tmp_path, "[fl]*") == sorted(tmp_path.glob("[fl]*"))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=f"{errno.EIO}"):
+        patch.setattr(os, "listdir", raising(OSError(errno.EIO, "")))
+        list_matching(tmp_path, "*")
     command = ["git", "grep", "-E", r"\.(exists|is_file|is_dir)\(\)", "--", "*.py", ":!tests"]
     assert subprocess.run(command, cwd=REPO_ROOT, capture_output=True).stdout == b""
 
