@@ -98,11 +98,10 @@ class Job(NamedTuple):
         if len(self.gpus) <= 1:
             self.process.terminate()
             return
-        pgrep = ["pgrep", "-P", str(self.process.pid)]
-        ranks = subprocess.run(pgrep, capture_output=True, text=True).stdout.split()
-        for pid in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGUSR1)
+        for status in Path("/proc").glob("[0-9]*/status"):  # containers may lack pgrep
+            with suppress(OSError):  # a process has ended meanwhile
+                if f"\nPPid:\t{self.process.pid}\n" in status.read_text():
+                    os.kill(int(status.parent.name), signal.SIGUSR1)
 
 
 def make_parser() -> argparse.ArgumentParser:
