@@ -65,13 +65,17 @@ kill_and_resume() {  # a run that is killed halfway ends with the losses of one 
     [ -e "$out/resume.txt" ] && return
     [ -e "$out/whole/checkpoints/step_00000060" ] || run whole "${short[@]}" || return
     ( while ! grep -q '"step": 3[0-9]' "$out/killed/metrics.jsonl" 2> /dev/null; do sleep 0.2; done
-      pkill -KILL -f -- '--run.name=killed' ) &
+      for cmdline in $(grep -lszx -- '--run.name=killed' /proc/[0-9]*/cmdline); do  # containers may lack pkill
+          pid=${cmdline#/proc/}
+          kill -KILL "${pid%/cmdline}" 2> /dev/null
+      done ) &
     local killer=$! before=$code
     run killed "${short[@]}"  # ends with 137, or 124 if time was over first
     kill "$killer" 2> /dev/null
     [ "$code" = 124 ] && return
     code=$before
     run killed "${short[@]}" || return
+    grep -q '^killed: exit code 137' "$out/summary.txt" || { echo "killed: was not killed"; code=1; return; }
     for name in whole killed; do
         grep -o '"step": [0-9]*\|"\(train\|val\)/loss": [-0-9.e]*' "$out/$name/metrics.jsonl" > "$out/$name.losses"
     done
