@@ -101,11 +101,11 @@ def find_mode(path: Path) -> int:
 
 
 def list_matching(folder: Path, pattern: str) -> list[Path]:
-    """What is in a folder under names that match a pattern, sorted; nothing if there is no folder.
+    """What is in a folder under names that match a pattern, sorted; nothing if it is no folder.
 
     Raises OSError if it cannot be listed. Path.glob of Python 3.13 finds nothing then.
     """
-    names = os.listdir(folder) if exists(folder) else []
+    names = os.listdir(folder) if is_folder(folder) else []
     return sorted(folder / name for name in fnmatch.filter(names, pattern))
 
 

@@ -268,7 +268,7 @@ def test_what_nobody_can_look_at_is_not_missing(tmp_path, monkeypatch):
             with monkeypatch.context() as patch, pytest.raises(OSError, match=f"{number}"):
                 patch.setattr(os, "stat", raising(OSError(number, "")))
                 look(tmp_path)
-    assert list_matching(tmp_path / "none", "*") == []
+    assert list_matching(tmp_path / "none", "*") == list_matching(tmp_path / "file", "*") == []
     assert list_matching(tmp_path, "[fl]*") == sorted(tmp_path.glob("[fl]*"))
     with monkeypatch.context() as patch, pytest.raises(OSError, match=f"{errno.EIO}"):
         patch.setattr(os, "listdir", raising(OSError(errno.EIO, "")))
