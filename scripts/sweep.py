@@ -98,9 +98,10 @@ class Job(NamedTuple):
         if len(self.gpus) <= 1:
             self.process.terminate()
             return
+        parent = f"\nPPid:\t{self.process.pid}\n".encode()
         for status in Path("/proc").glob("[0-9]*/status"):  # containers may lack pgrep
             with suppress(OSError):  # a process has ended meanwhile
-                if f"\nPPid:\t{self.process.pid}\n" in status.read_text():
+                if parent in status.read_bytes():  # a name may be no UTF-8
                     os.kill(int(status.parent.name), signal.SIGUSR1)
 
 
