@@ -384,6 +384,18 @@ def test_aux_loss_does_not_count_padding(exported, name):
         assert loss.item() == pytest.approx(wanted.item(), abs=1e-6)
 
 
+def test_a_cache_has_one_of_two_names(exported):
+    """past_key_values before transformers 5.24, and cache. By another name it is refused."""
+    _, out = exported("model.router=kern")
+    theirs, idx = load(out, torch.float64), random_ids(2, 20)
+    wanted = theirs(idx).logits[:, 12:]
+    for name in ("cache", "past_key_values"):
+        past = theirs(idx[:, :12], use_cache=True).past_key_values
+        assert_near(theirs(idx[:, 12:], **{name: past}).logits, wanted, NEAR, name)
+    with pytest.raises(TypeError, match="memory: this model knows a cache by the name of cache"):
+        theirs(idx[:, 12:], memory=past)
+
+
 HEADS = [
     ("model.n_kv_head=2", "model.qk_norm=head", "model.pos=rope"),
     ("model.n_kv_head=1", "model.bias=true", "model.n_hash_layer=1"),

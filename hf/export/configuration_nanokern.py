@@ -36,7 +36,8 @@ class NanoKernConfig(PretrainedConfig):
     """
 
     model_type = "nanokern"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    # the name of the cache since transformers 5.24, and before
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     vocab_size: int = 50304
     hidden_size: int = 768
     num_hidden_layers: int = 12

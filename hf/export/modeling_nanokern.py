@@ -26,6 +26,9 @@ from .configuration_nanokern import NanoKernConfig
 from .router import EPS, Router, find_spec, hash_table  # pyrefly: ignore[missing-import]
 from .torch_grouped import ACTIVATIONS, expert_mlp  # pyrefly: ignore[missing-import]
 
+# since transformers 5.24 the argument, and the output, past_key_values has the name cache
+CACHE = "cache" if hasattr(MoeModelOutputWithPast, "cache") else "past_key_values"
+
 # the sizes of its products depend on the loads: traced, the graph would break into pieces
 expert_mlp = torch.compiler.disable(expert_mlp)
 
@@ -58,12 +61,12 @@ class NanoKernAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
         *,
         position_ids: Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, C) -> (B, T, C), and attention probabilities (B, nh, T, S) if eager."""
+        cache = kwargs.pop(CACHE, None)
         query = self.q_proj(hidden_states)  # (B, T, C)
         key = self.k_proj(hidden_states)  # (B, T, nkv·hs)
         value = self.v_proj(hidden_states)
@@ -77,8 +80,8 @@ class NanoKernAttention(nn.Module):
         if self.config.pos == "rope":
             query = rotate(query, self.config.rope_base, position_ids)
             key = rotate(key, self.config.rope_base, position_ids)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         implementation = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get(implementation, eager_attention_forward)
         y, probabilities = attend(
@@ -219,7 +222,7 @@ class NanoKernPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["NanoKernDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE]
     # As in training, for any dtype of other weights. Not "router", whose hash_table is int64.
     _keep_in_fp32_modules_strict = [
         "router.weight",
@@ -287,9 +290,10 @@ class NanoKernModel(NanoKernPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
         """Compute the last hidden states (B, T, C).
@@ -298,47 +302,41 @@ class NanoKernModel(NanoKernPreTrainedModel):
             input_ids: (B, T) int64. Give these or `inputs_embeds`.
             attention_mask: (B, S), 0 where a row is padded.
             position_ids: (B, T); by default 0 at a row's first token after padding on the left.
-            past_key_values: the cache.
+            cache: keys and values of the tokens before these.
             inputs_embeds: (B, T, C).
             use_cache: return a cache.
+            past_key_values: the name of `cache` before transformers 5.24.
             **kwargs: passed on to the attention, or read by transformers (output_hidden_states,
                 output_router_logits; output_attentions with eager attention).
+
+        Raises:
+            TypeError: a cache has another name.
         """
+        cache = past_key_values if cache is None else cache
+        for name, value in kwargs.items():
+            if isinstance(value, Cache):  # ignored, the text would be wrong without a word
+                raise TypeError(f"{name}: this model knows a cache by the name of cache")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        start = past_key_values.get_seq_length() if past_key_values is not None else 0
-        columns = torch.arange(start, start + x.shape[1], device=x.device)  # (T,) in the cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        start = cache.get_seq_length() if cache is not None else 0
+        columns = torch.arange(x.shape[1], device=x.device) + start  # (T,) in the cache
         if position_ids is None:
             position_ids = columns[None]
             # from a row's first token, not its padding
             if attention_mask is not None and attention_mask.dim() == 2:
                 positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
                 position_ids = positions[:, -len(columns) :]
-        mask = create_causal_mask(
-            self.config,
-            x,
-            attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        named: dict[str, Any] = {CACHE: cache, "position_ids": position_ids}
+        mask = create_causal_mask(self.config, x, attention_mask, **named)
         if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
         x = F.dropout(x, self.config.dropout, self.training)
         for layer in self.layers:
-            x, _ = layer(
-                x,
-                input_ids,
-                mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-                **kwargs,
-            )
-        return MoeModelOutputWithPast(
-            last_hidden_state=self.norm(x), past_key_values=past_key_values if use_cache else None
-        )
+            x, _ = layer(x, input_ids, mask, **named, **kwargs)
+        return MoeModelOutputWithPast(self.norm(x), cache if use_cache else None)
 
 
 def load_balancing_loss(router: Router, logits: Tensor, counted: Tensor) -> Tensor:
@@ -383,7 +381,7 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -397,7 +395,7 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
             input_ids: this and the next arguments are described in NanoKernModel.
             attention_mask: see there.
             position_ids: see there.
-            past_key_values: see there.
+            cache: see there.
             inputs_embeds: see there.
             labels: (B, T) int64, the input ids; they are shifted here. -100 is ignored.
             use_cache: see NanoKernModel.
@@ -413,7 +411,7 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
             input_ids,
             attention_mask,
             position_ids,
-            past_key_values,
+            cache,
             inputs_embeds,
             use_cache=use_cache,
             output_router_logits=output_router_logits,
@@ -434,10 +432,10 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
             loss=loss,
             aux_loss=aux_loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
     def compute_aux_loss(
