@@ -33,6 +33,11 @@ from runtime.parallel import (
 )
 from runtime.updates import measure_norm
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="DTensor of torch 2.11 crashes in threads; test_parallel.py's ranks are processes",
+)
+
 N_PASS = 2  # micro-batches of a step, a row of each rank
 CPU = torch.device("cpu")
 BUILDING = threading.Lock()
