@@ -296,7 +296,14 @@ def break_tokenizer(out):
     (out / "tokenizer.json").write_text(body)
 
 
+def ignore_cache(out):
+    code = (out / "modeling_nanokern.py").read_text()
+    assert "cache.update(key, value" in code
+    (out / "modeling_nanokern.py").write_text(code.replace("if cache is not None:", "if False:"))
+
+
 HARMS = {
+    "apart, allowed are 1e-05": ignore_cache,
     "e-05 apart, allowed are 1e-05": partial(scale_weights, 1.00003),
     "random rows: at most nan": partial(scale_weights, float("nan")),
     # the lowest bit of the last weight, which changes logits by less than rounding
