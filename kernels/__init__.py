@@ -258,4 +258,4 @@ def find_triton_problem(device: torch.device, dtype: torch.dtype) -> str:
     if torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
         return f"does not run on {name}: use a GPU of compute capability 8.0 or later"
-    return ""
+    return triton.find_launch_problem(device)
