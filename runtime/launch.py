@@ -10,8 +10,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -163,7 +163,8 @@ def launch(argv: list[str], start: "Callable[[Config, list[str]], None]") -> int
             config = find_or_rename(config, notes.append)
         Output.folder = path_of(config)
         distributed.pick_device(config.train.device)  # also raises for a finished run
-        start(config, notes)
+        with describe_torch_errors():
+            start(config, notes)
         distributed.print_once(describe_next(path_of(config)))
     except Stopped as stopped:
         distributed.print_once(str(stopped))
@@ -178,20 +179,11 @@ def launch(argv: list[str], start: "Callable[[Config, list[str]], None]") -> int
             # rank 0 has the other errors as well
             print(f"error on rank {rank}: {error}", file=sys.stderr)
         code = 2
-    except Exception as error:  # most often another rank is lost
-        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            reason = " ".join(str(error).splitlines()[:2])  # "backend='inductor' raised:" is first
-            print(
-                f"error: torch cannot compile the model ({reason}): set --train.compile=off and "
-                "start again",
-                file=sys.stderr,
-            )
-            code = 2
-        elif distributed.world_size() == 1:
+    except Exception:  # most often another rank is lost
+        if distributed.world_size() == 1:
             raise
-        else:
-            traceback.print_exc()
-            code = 1
+        traceback.print_exc()
+        code = 1
     else:
         return 0
     # threads that still wait for a lost rank must not keep this process, or abort it
@@ -200,6 +192,29 @@ def launch(argv: list[str], start: "Callable[[Config, list[str]], None]") -> int
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+@contextmanager
+def describe_torch_errors() -> Iterator[None]:
+    """Turn errors of torch that a user can fix into a RankError with the remedy."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        amounts = str(error).partition(" Process ")[0]  # then: others, and its allocator
+        raise RankError(
+            f"{amounts} Set a smaller --train.micro_batch_size, "
+            "--train.activation_checkpointing=true, or --train.parallel=fsdp on more GPUs, and "
+            "start again"
+        ) from error
+    except Exception as error:
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        reason = " ".join(str(error).splitlines()[:2])  # "backend='inductor' raised:" is first
+        raise RankError(
+            f"torch cannot compile the model ({reason}): set --train.compile=off and start again"
+        ) from error
 
 
 def run_until_exit(main: Callable[[list[str], Stop], int], stop: Stop) -> NoReturn:

@@ -216,11 +216,21 @@ def test_compiling_that_fails_names_the_remedy(tiny_file, monkeypatch, capsys):
 
 
 # ---- how a process ends
+SMALLER = (
+    "Out of memory. Tried 2 GiB. Set a smaller --train.micro_batch_size, "
+    "--train.activation_checkpointing=true, or --train.parallel=fsdp on more GPUs, and start "
+    "again\n"
+)
 SAID = {  # exit code, and by the first rank, another of its node, and the first of another node
     RunError("no run"): (2, "error: no run\n", "", ""),
     RankError("no GPU"): (2, "error: no GPU\n", *["error on rank 1: no GPU\n"] * 2),
     OSError("no space"): (2, "error: no space\n", *["error on rank 1: no space\n"] * 2),
     DataError("no data"): (2, "error: no data\n", "", "error on rank 1: no data\n"),
+    torch.OutOfMemoryError("Out of memory. Tried 2 GiB. Process 7 has"): (
+        2,
+        f"error: {SMALLER}",
+        *[f"error on rank 1: {SMALLER}"] * 2,
+    ),
     RuntimeError("lost"): (1, *["Traceback ... RuntimeError: lost\n"] * 3),
 }
 
