@@ -41,6 +41,7 @@ OTHER = {
 STRINGS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 DOCUMENT_BYTES = 2**30  # of a line: a few MB of gzip may hold many GB
 READ_BYTES = 2**20  # bytes per read of a stream; not measured
+REQUEST_BYTES = 2**24  # bytes per request to the hub, which limits requests; not measured
 HEAD_BYTES = 2**16  # of a file, by which `is_text` decides; not measured
 
 
@@ -88,8 +89,9 @@ def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
         reason = f"{type(error).__name__}: {first_line(error)}"
         if "://" in file.url:
             raise DataError(
-                f"{file.url}: reading from the hub failed ({reason}). "
-                f"The work done is kept: start again to resume"
+                f"{file.url}: reading from the hub failed ({reason}). The work done is kept: start "
+                "again to resume. If it fails at the same place, the hub's file is damaged: "
+                "download the others (hf download) and name them by --source"
             ) from error
         remedy = f"damaged or cut short ({reason}): fetch it again"
         if "requires too much memory" in reason:  # Zstandard's own words
@@ -104,7 +106,9 @@ def _open(url: str) -> IO[bytes]:
 
     if url.lower().endswith(".parquet"):
         return xopen(url, "rb")
-    stream = xopen(url, "rb", block_size=0)  # one request for the whole file
+    # Not one request for the whole file (block_size=0): after a lost connection that cannot be made
+    # again at once, huggingface_hub 2.4.0 takes its end for the file's.
+    stream = xopen(url, "rb", block_size=REQUEST_BYTES)
     # its own readline has no limit
     return io.BufferedReader(stream, READ_BYTES)  # pyrefly: ignore[bad-specialization]
 
@@ -115,15 +119,20 @@ def _read(file: Input, raw: IO[bytes], text_field: str) -> Iterator[Raw]:
     if name.suffix in DECOMPRESS:
         if not file.size:
             raise EOFError("it is empty")
-        stream = DECOMPRESS[name.suffix](raw)
+        assert isinstance(raw, io.BufferedReader), "parquet compresses itself"
+        if raw.peek(1)[:1] != b"{":  # else plain under a wrong name, as in parts of proof-pile-2
+            stream = DECOMPRESS[name.suffix](raw)
         name = name.with_suffix("")
     if name.suffix == ".parquet":
         yield from _read_parquet(file, raw, text_field)
-    elif name.suffix in JSON:
+        return
+    if name.suffix in JSON:
         yield from _read_lines(file, raw, stream)
     else:
         text = stream.read().removeprefix(BYTE_ORDER_MARK)
         yield Raw(file.url, text, False, file.size, file)
+    if "://" in file.url and raw.tell() != file.size:  # a lost connection must not end a corpus
+        raise EOFError(f"it ended after {raw.tell():,} of {file.size:,} bytes")
 
 
 def _decompress_zstd(raw: IO[bytes]) -> IO[bytes]:

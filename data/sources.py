@@ -106,7 +106,7 @@ def local_inputs(
                 f"{path}: no file of a known kind ({' '.join(TEXT + JSON)}, plain or compressed, "
                 f".parquet) or of UTF-8 text: name another {option}, or convert it; {about_left}"
             )
-        if is_folder:
+        if in_folder:
             notes.append(f"{path}: read: {count_names(read)}; {about_left}")
     return inputs, notes
 

@@ -1,10 +1,12 @@
 """data/: files of every kind as input, good, bad and damaged."""
 
 import gzip
+import io
 import os
 import re
 import sys
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 
 import corpora
@@ -18,7 +20,7 @@ from pyarrow import parquet
 from data import DataError
 from data.bins import check_dataset
 from data.encode import Encoder
-from data.readers import OTHER, TABLE, read_documents
+from data.readers import OTHER, TABLE, Input, read_documents
 from data.sources import local_inputs
 
 pytest_plugins = ["corpora"]  # its fixtures
@@ -49,6 +51,29 @@ def test_every_kind_of_file_gives_its_texts_back(tmp_path, kind, texts):
         done = [raw.done for raw in read_documents(file, "text")]
         assert done == sorted(done) and all(0 <= size <= file.size for size in done)
         path.unlink()
+
+
+@pytest.mark.parametrize("end", COMPRESS)
+def test_plain_lines_under_the_name_of_compressed_ones(tmp_path, end):
+    path = tmp_path / f"a.jsonl{end}"
+    path.write_bytes(ROWS)
+    assert read(path) == [f"row {i}" for i in range(30)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+def test_a_stream_that_ends_too_early(monkeypatch, name):
+    """Where neither the text nor the compression shows it: after a line, or a member of gzip."""
+    content = gzip.compress(ROWS) if name.endswith("gz") else ROWS
+    for size, says in ((len(content), ""), (len(content) + 9, f"after {len(content)} of")):
+        stream = io.BufferedReader(io.BytesIO(content))
+        monkeypatch.setattr("data.readers._open", lambda url, stream=stream: stream)
+        file = Input(f"hf://datasets/a/b@c/{name}", name, size)
+        with (
+            pytest.raises(DataError, match=f"hub failed .*{says}.*resume")
+            if says
+            else nullcontext()
+        ):
+            assert list(read_documents(file, "text"))
 
 
 @pytest.mark.parametrize("end", COMPRESS)
@@ -105,8 +130,8 @@ def test_a_folder_is_read_in_order_and_says_what_is_left(run, tmp_path, small_ba
     assert [file.name for file in local_inputs([source], any_text=True)[0]] == names
     # other corpora have files such as scripts beside their text
     assert [file.name for file in local_inputs([source / "deep"])[0]] == ["README.md", "c.md"]
-    named, _ = local_inputs([source / "more/README.md", source / ".f.txt"])
-    assert [file.name for file in named] == ["README.md", ".f.txt"]
+    named, notes = local_inputs([source / "more/README.md", source / ".f.txt"])
+    assert [file.name for file in named] == ["README.md", ".f.txt"] and not notes
 
 
 def test_paths_that_cannot_be_read(run, tmp_path):
