@@ -208,7 +208,10 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     split = "documents"
     if is_remote(args):
         hub = SOURCES[args.corpus].hub[args.config]
-        provenance["revision"], inputs = hub_inputs(hub, args.revision)
+        revision = args.revision or find_revision(args, partial)
+        provenance["revision"], inputs = hub_inputs(hub, revision)
+        if not args.revision:  # the same set again, when the hub has a newer one
+            command_line += f" --revision {provenance['revision']}"
     elif args.val_source:
         texts = read_texts([file for file in inputs if file.split == "val"], encoder)
         encoder = encoder._replace(held_out=frozenset(map(split_position, texts)))
@@ -313,6 +316,28 @@ class Progress:
         return sha256_of(asdict(replace(self, sha256="")))
 
 
+def read_progress(path: Path) -> Progress:
+    """The record at `path`. Raises DataError if it is damaged."""
+    try:
+        progress = read_json(path, Progress)
+    except DamagedFile as error:
+        raise DataError(f"{error}: start over with --force") from None
+    if progress.sha256 != progress.compute_sha256():
+        raise DataError(f"{path}: damaged, its sha256 is another: start over with --force")
+    return progress
+
+
+def find_revision(args: argparse.Namespace, partial: Path) -> str | None:
+    """The commit of the hub that an unfinished set is made from; None: the newest is to be read."""
+    path = partial / PROGRESS_FILE
+    if args.force or not exists(path):
+        return None
+    made_from = read_progress(path).made_from
+    if (made_from["corpus"], made_from.get("config")) != (args.corpus, args.config):
+        return None  # the set will be refused
+    return made_from.get("revision")
+
+
 def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
     """The progress recorded in `partial`, or a new one.
 
@@ -320,12 +345,7 @@ def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
     """
     path = partial / PROGRESS_FILE
     if exists(path) and not force:
-        try:
-            progress = read_json(path, Progress)
-        except DamagedFile as error:
-            raise DataError(f"{error}: start over with --force") from None
-        if progress.sha256 != progress.compute_sha256():
-            raise DataError(f"{path}: damaged, its sha256 is another: start over with --force")
+        progress = read_progress(path)
         refuse_changes(progress.made_from, made_from, f"{partial} holds an unfinished set made")
         return progress
     path.unlink(missing_ok=True)

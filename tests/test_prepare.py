@@ -207,11 +207,34 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, words, repo, form, revision):
         size = 2**24  # of a request
         calls = [mock.call("a.jsonl.zst", size), mock.call("b.jsonl.zst", size)]
         assert hub.open.mock_calls == calls
+        assert check_dataset(prepared, 257).prepare.endswith(f" --revision {REVISION}")
 
     hub.ask.side_effect = OSError  # what is there needs no hub
     assert "already there" in run(*args)
     other = "0" * 40
     assert f"revision was '{REVISION}', is '{other}'" in run(*args, "--revision", other, code=2)
+
+
+def test_an_unfinished_set_keeps_its_revision(run, hub, tmp_path, small_batches, stop_at):
+    """The same command resumes, though the hub has a newer commit; by --force it starts over."""
+    hub.ask.side_effect = lambda repo, revision, timeout: SimpleNamespace(sha=revision or sha)
+    for sha, number in (("old", 0), ("new", 900)):
+        texts = [f"text {number + i}" for i in range(40)]
+        write_file(tmp_path / f"datasets/{PROOF_PILE}@{sha}/arxiv/train/a.jsonl.zst", texts)
+    args = ["arxiv", "--val-fraction", 0.2]
+    sha = "old"
+    stop_at(9, *args)
+    sha = "new"
+    assert "resuming after" in run(*args)
+    prepared = tmp_path / "out/arxiv"
+    assert check_dataset(prepared, 257).source["revision"] == "old"
+    assert documents_of(prepared) == split_of([f"text {i}" for i in range(40)], 0.2)
+    shutil.rmtree(prepared)
+    sha = "old"
+    stop_at(9, *args)
+    sha = "new"
+    run(*args, "--force")
+    assert documents_of(prepared) == split_of(texts, 0.2)
 
 
 def test_a_lost_connection_and_a_hub_out_of_reach(run, hub, tmp_path, monkeypatch):
