@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.files import check_regular, exists, is_file, is_folder
-from common.text import first_line
 from data import DataError
 from data.readers import (
     BYTE_ORDER_MARK,
@@ -178,10 +177,11 @@ def hub_inputs(hub: dict[str, str], revision: str | None = None) -> tuple[str, l
         root = f"datasets/{repo}@{commit}/"
         files = fsspec.filesystem("hf").glob(root + hub["files"], detail=True)
     except Exception as error:  # the client libraries raise many kinds
+        reason = " ".join(str(error).split())  # the cause stands below the first line
         raise DataError(
-            f"{page} is unreachable ({type(error).__name__}: {first_line(error)}). "
-            f"Without a network, add --source FOLDER and fetch the files into it on another "
-            f"machine:\n  hf download {repo} --repo-type dataset --include '{hub['files']}' "
+            f"{page} cannot be read ({type(error).__name__}: {reason}). Without a network, add "
+            "--source FOLDER and fetch the files into it on another machine:\n"
+            f"  hf download {repo} --repo-type dataset --include '{hub['files']}' "
             "--local-dir FOLDER"
         ) from error
     if not files:

@@ -30,7 +30,8 @@ BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # name of a byte token (byte fallb
 # tiktoken's regular expression fails (a Rust panic) on 10^6 white-space characters in a row, so
 # longer runs are cut first. The ids still decode to the same text.
 MAX_GAP = 500_000
-LONG_GAP = re.compile(rf"(\s{{{MAX_GAP}}})")
+# From its start, and never less than all of it: time grows with the text, not with its square.
+LONG_GAP = re.compile(rf"(?<!\s)\s{{{MAX_GAP},}}+")
 
 
 class _Encoder(ABC):
@@ -64,6 +65,17 @@ class ByteTokenizer(_Encoder):
         for i in ids:
             data += END_OF_TEXT.encode() if i == self.eot else bytes([i])
         return data.decode("utf-8", "replace")
+
+
+def cut_gaps(text: str) -> list[str]:
+    """Cut a text at the start of each LONG_GAP and after every MAX_GAP characters of it."""
+    pieces = []
+    start = 0
+    for gap in LONG_GAP.finditer(text):
+        for end in range(gap.start(), gap.end() + 1, MAX_GAP):
+            pieces.append(text[start:end])
+            start = end
+    return [*pieces, text[start:]]
 
 
 def _replace_surrogates(text: str) -> str:
@@ -104,7 +116,7 @@ class GPT2Tokenizer(_Encoder):
 
         `<|endoftext|>` is ordinary text; lone surrogates become U+FFFD.
         """
-        pieces = [text] if len(text) < MAX_GAP else LONG_GAP.split(text)
+        pieces = cut_gaps(text) if len(text) >= MAX_GAP else [text]
         try:
             ids = [self.bpe.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
         except UnicodeEncodeError:

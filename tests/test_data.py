@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import requests
 from corpora import BYTES, documents_of, write_ids
+from hypothesis import given
+from hypothesis import strategies as st
 from runs import REPO_ROOT
 
 from data import DataError, bins, tokenizer
@@ -49,6 +51,16 @@ def test_special_and_broken_text(any_tokenizer):
     assert any_tokenizer.decode([0xC3, 0x28]) == "\ufffd("  # ids below 256 are bytes in both
     text = "a" + " " * 1_000_001 + "b"  # tiktoken alone panics here
     assert any_tokenizer.decode(any_tokenizer.encode(text)) == text
+
+
+@given(text=st.text(" \t\u2003x", max_size=40))
+def test_long_gaps_are_cut_as_by_a_simple_pattern(text):
+    """Which looks at each of a gap's characters as a possible start: its time is quadratic."""
+    gap = re.compile(tokenizer.LONG_GAP.pattern.replace("500000", "3"))
+    with mock.patch.multiple(tokenizer, MAX_GAP=3, LONG_GAP=gap):
+        pieces = tokenizer.cut_gaps(text)
+    wanted = re.split(r"(\s{3})", text)
+    assert [piece for piece in pieces if piece] == [piece for piece in wanted if piece]
 
 
 @pytest.mark.skipif(not REAL_RANKS.is_file(), reason="no GPT-2 ranks: set NANOKERN_RANKS")
