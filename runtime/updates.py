@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.files import write_atomic
@@ -191,7 +192,11 @@ def measure_norm(gradients: list[Any]) -> Tensor:
     for gradient in gradients:
         by_mesh.setdefault(find_mesh(gradient), []).append(gradient)
     norms = [full_tensor(nn.utils.get_total_norm(part)) for part in by_mesh.values()]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if any(mesh is not None for mesh in by_mesh):
+        # Groups of ranks with equal shards may sum in other orders, and their weights would part.
+        dist.broadcast(norm, 0)
+    return norm
 
 
 class WeightAverage:

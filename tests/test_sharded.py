@@ -15,7 +15,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from configure.schema import Config, Optim, Train
 from model import GPT
-from runtime import RunError, parallel
+from runtime import RunError, parallel, updates
 from runtime.distributed import Ranks, any_rank, check_agreement, gather, share_errors
 from runtime.memory import estimate_memory
 from runtime.optimizers import build_optimizer
@@ -33,10 +33,13 @@ from runtime.parallel import (
 )
 from runtime.updates import measure_norm
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__ < "2.12",
-    reason="DTensor of torch 2.11 crashes in threads; test_parallel.py's ranks are processes",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.__version__ < "2.12",
+        reason="DTensor of torch 2.11 crashes in threads; test_parallel.py's ranks are processes",
+    ),
+    pytest.mark.filterwarnings("ignore:Set timeout is now only"),  # threads have none
+]
 
 N_PASS = 2  # micro-batches of a step, a row of each rank
 CPU = torch.device("cpu")
@@ -230,6 +233,21 @@ def test_shards_are_drawn_as_the_full_tensor(whole):
     for drawn, copied in run_ranks(3, act):
         assert torch.equal(drawn, wanted)
         assert torch.equal(copied, torch.cat([torch.ones(6, 3), wanted[6:]]))
+
+
+def test_the_norm_of_gradients_is_one_number(monkeypatch):
+    """Groups of ranks with the same shards may round its sum differently."""
+
+    def sum_otherwise(norm):
+        return full_tensor(norm) + 1e-5 * dist.get_rank()
+
+    def act(ranks):
+        mesh = parallel.build_mesh({"shard": 3}, ranks)
+        shards = torch.distributed.tensor.DTensor.from_local(torch.ones(4), mesh)
+        return measure_norm([shards, torch.ones(2)]).item()
+
+    monkeypatch.setattr(updates, "full_tensor", sum_otherwise)
+    assert len(set(run_ranks(3, act))) == 1
 
 
 def test_ranks_agree_and_share_errors():
