@@ -39,6 +39,7 @@ import configure
 from balance import Stats, balance_loss
 from configure.schema import Optim, Train
 from data.loader import prefetch
+from kernels import choose_backend
 from runtime import Stopped, distributed
 from runtime.batches import Batch, RankBatches, score, seed_step
 from runtime.cadence import Cadence
@@ -279,10 +280,12 @@ def open_session(plan: Plan, stop: Stop, stack: ExitStack) -> Session:
     ranks = stack.enter_context(
         distributed.process_group(plan.device, config.train.timeout_minutes)
     )
-    distributed.check_agreement(
-        f"train.parallel = {config.train.parallel}, {plan.run.path.name} at step {plan.last_step}",
-        ranks,
-    )
+    backend = choose_backend(config.model.backend, plan.device, plan.dtype)
+    agreed = f"train.parallel = {config.train.parallel}, {plan.run.path.name} at step "
+    agreed += f"{plan.last_step}, {config.train.dtype} by {backend}"
+    if config.train.parallel == "hsdp":
+        agreed += f", {ranks.local_size} ranks per node"
+    distributed.check_agreement(agreed, ranks)
     with distributed.share_errors(ranks):
         stack.enter_context(plan.run.claim(ranks))
         if ranks.rank == 0:

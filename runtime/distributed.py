@@ -18,6 +18,7 @@ from common.text import plural
 from configure.command_line import read_rank_variable
 from runtime import RankError, RunError
 
+NCCL_MORE = timedelta(minutes=2)  # than train.timeout_minutes; not measured
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -55,6 +56,7 @@ class Ranks(NamedTuple):
     local_size: int = 1  # ranks on this node
     # gloo, for small messages between hosts; None on one rank
     control: dist.ProcessGroup | None = None
+    timeout: timedelta = timedelta(minutes=10)  # of what devices send
 
 
 def print_once(text: str) -> None:
@@ -277,8 +279,8 @@ def check_agreement(plan: str, ranks: Ranks) -> None:
         if other != plans[0]:
             raise RunError(
                 f"ranks disagree: {plans[0]} (rank 0), {other} (rank {rank}). All nodes need the "
-                "same config, the same run.dir on a shared file system, and the same GPUs; or set "
-                "--train.parallel"
+                "same config, the same run.dir on a shared file system, and the same GPUs and "
+                "packages; or set --train.dtype or --model.backend"
             )
 
 
@@ -319,16 +321,22 @@ def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator
         yield Ranks(0, 1, device)
         return
     timeout = timedelta(minutes=timeout_minutes)
+    # The hosts wait for a lost rank, too, and say so before NCCL ends the process without a word.
+    device_timeout = timeout + NCCL_MORE if on_cuda else timeout
     try:
         dist.init_process_group(
-            "nccl" if on_cuda else "gloo", timeout=timeout, device_id=device if on_cuda else None
+            "nccl" if on_cuda else "gloo",
+            timeout=device_timeout,
+            device_id=device if on_cuda else None,
         )
     except ValueError as error:  # without torchrun's variables
         raise RankError(f"{error}; start the {world_size()} ranks with torchrun") from error
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)  # a group of all ranks includes this one
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device, local_size(), control)
+        yield Ranks(
+            dist.get_rank(), dist.get_world_size(), device, local_size(), control, device_timeout
+        )
     except BaseException:
         _abort_process_group()
         raise

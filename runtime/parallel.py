@@ -348,7 +348,10 @@ def expert_parameters(model: GPT) -> dict[str, nn.Parameter]:
 def build_mesh(sizes: Mapping[str, int], ranks: Ranks) -> DeviceMesh:
     """All ranks as a grid of `sizes` {axis: ranks}."""
     shape = tuple(sizes.values())
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=tuple(sizes))
+    for group in mesh.get_all_groups():  # torch gives them 10 minutes
+        dist.distributed_c10d._set_pg_timeout(ranks.timeout, group)
+    return mesh
 
 
 def plan_expert_grid(parallel: str, ranks: Ranks, n: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from runs import meet_in
+from torch.distributed import distributed_c10d
 
 import configure
 import train
@@ -52,6 +53,7 @@ ALL = [
     "train.max_steps=4",
     "eval.interval=2",
     "eval.windows=5",  # unequal numbers on the ranks
+    "train.timeout_minutes=7",
 ]
 SAVED = [
     "train.max_steps=6",
@@ -171,9 +173,10 @@ BUILD, RATE, SAVE = train_state.build_optimizer, train.learning_rate, checkpoint
 def patches(model, rank=0, after_save=lambda saver, step: None):
     """Within this context runs are those of the cases of `model`; `after_save` follows each save.
 
-    Yields torch's seed in each step, and the selection biases of the pair.
+    Yields torch's seed in each step, the timeouts of this rank's groups, and the selection biases
+    of the pair.
     """
-    seen = {"seeds": [], "biases": []}
+    seen = {"seeds": [], "biases": [], "timeouts": set()}
 
     def save(saver, step, *args):
         SAVE(saver, step, *args)
@@ -190,6 +193,9 @@ def patches(model, rank=0, after_save=lambda saver, step: None):
     def learning_rate(*args):
         """Between the seed of a step and its forward pass."""
         seen["seeds"].append(torch.initial_seed())
+        for group in distributed_c10d._world.pg_map:
+            options = group._get_backend(torch.device("cpu")).options
+            seen["timeouts"].add(options._timeout.total_seconds() / 60)
         return RATE(*args)
 
     with pytest.MonkeyPatch.context() as patch:

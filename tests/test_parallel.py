@@ -141,6 +141,7 @@ def test_pair_trains_like_one_rank(outcome, alone):
     for rank, report in enumerate(ran.reports):
         for bias in report["biases"]:
             assert bias.tolist() == [0, 0, 0, -10 - rank, 0, 0, 0, 0]
+        assert report["timeouts"] == {7}  # minutes, of the devices' groups and of the hosts'
     assert not any(layer[3] for loads in column(ran.lines, "router/loads") for layer in loads)
     seeds = [seed for report in ran.reports for seed in report["seeds"]]
     # rows of several ranks do not share a mask of dropout
@@ -179,6 +180,8 @@ def test_same_run_on_any_number_of_ranks(outcome, alone, name):
     wanted = alone(model)[1]
     assert_same_run(ran, wanted)
     assert_same_columns(ran.lines, wanted.lines, *MORE.get(model, []))
+    for report in ran.reports:
+        assert report["timeouts"] <= {7, 6 * 7}  # of passes, of saves
     if model in ("biased", "quantile"):
         assert wanted.load_model().blocks[1].mlp.router.selection_bias.any()
 
