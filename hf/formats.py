@@ -386,6 +386,10 @@ class OpenMoE(Format):
             config["router"] = self.routers[-1]
         return config
 
+    def computes(self, model: Model) -> bool:
+        """As in Format; vLLM, too, which computes these classes' experts by SiLU alone (0.32)."""
+        return super().computes(model) and model.activation == "silu"
+
     def make_config(self, model: Model) -> dict[str, Any]:
         config = super().make_config(model)
         config["rope_theta"] = model.rope_base
@@ -402,6 +406,11 @@ class Olmoe(OpenMoE):
     architecture = "OlmoeForCausalLM"
     keys = OPEN_KEYS
     block = OPEN_BLOCK | {"qk_norm": "all"}
+
+    def computes(self, model: Model) -> bool:
+        """As in OpenMoE; vLLM reads neither norm_topk_prob nor rms_norm_eps, and ties no head."""
+        is_released = model.router == "softmax" and model.norm_eps == 1e-5
+        return super().computes(model) and is_released and not model.tie_embeddings
 
 
 class Qwen3Moe(OpenMoE):

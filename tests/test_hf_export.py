@@ -598,9 +598,10 @@ def test_a_failed_export_leaves_nothing(run, tmp_path, call, monkeypatch):
 # by format, the changes to a model of its class, each of which needs our code
 OTHERS = {
     "gpt2": "router=kern norm=rmsnorm gated=true n_kv_head=1 activation=silu qk_norm=head",
-    "olmoe": "router=sigmoid n_shared_expert=1 dropout=0.1 n_hash_layer=1 qk_norm=off",
+    "olmoe": "router=sigmoid n_shared_expert=1 dropout=0.1 n_hash_layer=1 qk_norm=off "
+    "router=softmax-renorm norm_eps=1e-6 tie_embeddings=true",  # vLLM's differs in the last three
     "qwen3_moe": "router=softmax-l2 norm=layernorm gated=false pos=learned router_groups=4",
-    "mixtral": "router=softmax",
+    "mixtral": "router=softmax activation=gelu",
 }
 
 
