@@ -3,7 +3,7 @@
     pip install -r requirements/eval.txt
     python -m eval.downstream runs/NAME                        the paper's six tasks, from the hub
     python -m eval.downstream runs/NAME --tasks-dir FOLDER     from FOLDER/arc_easy.jsonl, … instead
-    python -m eval.downstream runs/NAME --tasks lambada_openai boolq --num-fewshot 5
+    python -m eval.downstream runs/NAME --tasks boolq copa --num-fewshot 5
     python -m eval.downstream runs/A runs/B                    both, and B minus A in one table
     torchrun --nproc_per_node=8 -m eval.downstream runs/NAME   split across ranks
 
@@ -111,7 +111,7 @@ def evaluate_tasks(
         The folder of the results, which are written after each task; and all tasks in it.
     """
     ranks = adapter.ranks
-    fewshot = f"_{args.num_fewshot}shot" if args.num_fewshot else ""
+    fewshot = "" if args.num_fewshot is None else f"_{args.num_fewshot}shot"
     limit = f"_limit{args.limit}" if args.limit else ""
     folder = trained.folder / "eval" / f"{trained.label}{fewshot}{limit}"
     # rank 0 decides for all: another command may be writing
@@ -211,11 +211,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     folder = "local files TASK.jsonl instead of the hub"
     add("--tasks-dir", type=Path, metavar="FOLDER", help=folder)
     add("--limit", type=int, help="documents per task, for a trial")
-    add("--num-fewshot", type=int, default=0, help="(default: %(default)s)")
+    add("--num-fewshot", type=int, help="examples in a prompt (default: the task's, else 0)")
     add_device_argument(parser)
     args = parser.parse_args(argv)
     args.runs = list(dict.fromkeys(args.runs))
-    if args.num_fewshot < 0 or (args.limit is not None and args.limit < 1):
+    if (args.num_fewshot or 0) < 0 or (args.limit is not None and args.limit < 1):
         raise RunError("--num-fewshot must be at least 0, --limit at least 1")
     return args
 

@@ -232,7 +232,7 @@ def score_task(
     name: str,
     loaded: Any,
     adapter: "Adapter",
-    num_fewshot: int = 0,
+    num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> tuple[dict[str, TaskMetrics], dict[str, dict[str, list[float]]]]:
     """Score a model on a task or a group of tasks.
@@ -241,7 +241,8 @@ def score_task(
         name: of the task.
         loaded: from `load_tasks`; may be scored again.
         adapter: of the model.
-        num_fewshot: examples in a prompt, unless the task says 0.
+        num_fewshot: examples in a prompt, unless the task says 0; None: as many as the task says,
+            else 0.
         limit: score the first documents of each task only.
 
     Returns:
@@ -254,7 +255,10 @@ def score_task(
     from jinja2 import TemplateError
 
     for task in loaded["tasks"].values():
-        if task.get_config("num_fewshot") != 0:
+        own_fewshot = task.get_config("num_fewshot") or 0
+        if num_fewshot is None:
+            task.set_config(key="num_fewshot", value=own_fewshot)
+        elif task.get_config("num_fewshot") != 0:
             task.set_config(key="num_fewshot", value=num_fewshot)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     seed_as_harness()

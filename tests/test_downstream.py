@@ -463,9 +463,10 @@ def test_examples_in_a_prompt_are_those_of_the_harness(tmp_path):
     assert asked == [theirs.asked] * 2 and theirs.asked[0][0].count("Question:") == 4
     scores, _ = tasks.score_task("sciq", loaded, ours, limit=1)
     assert scores["sciq"]["documents"] == 1 and "bits_per_byte_stderr" not in scores["sciq"]
-    loaded["tasks"]["sciq"].set_config(key="num_fewshot", value=0)  # such a task has none
-    tasks.score_task("sciq", loaded, ours, num_fewshot=3)
-    assert ours.asked[0][0].count("Question:") == 1
+    for own, asked_for, wanted in ((0, 3, 0), (2, None, 2), (2, 0, 0), (None, None, 0)):
+        loaded["tasks"]["sciq"].set_config(key="num_fewshot", value=own)
+        tasks.score_task("sciq", loaded, ours, num_fewshot=asked_for)
+        assert ours.asked[0][0].count("Question:") == 1 + wanted
 
 
 def test_batches_hold_at_most_the_tokens_asked_for():
