@@ -239,8 +239,10 @@ def _read_folder(place: Path, data: Path) -> Source:
     if not is_folder(place):
         if place.is_absolute():
             raise RunError("no such folder; name an export, a run, or a download from the hub")
-        command = f"hf download {place} --local-dir {place.name}"
-        raise RunError(f"no such folder; from the Hugging Face hub: {command}")
+        raise RunError(
+            f"no such folder; from the Hugging Face hub: hf download {place} --include '*.json' "
+            f"--include '*.safetensors' --local-dir {place.name}"
+        )
     raise RunError(
         "contains neither a config.json of transformers nor a run's config.toml; give a folder "
         "that transformers or scripts.export wrote, or a run such as runs/quickstart-kern"

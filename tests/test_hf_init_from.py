@@ -306,7 +306,8 @@ def test_one_flipped_bit_of_an_export_is_refused(tiny, exported, tmp_path):
 
 def test_place_without_weights_is_refused(tiny, source, monkeypatch):
     config = tiny("train.init_from=openai-community/gpt2")
-    assert refused(config).endswith("hf download openai-community/gpt2 --local-dir gpt2")
+    says = "hf download openai-community/gpt2 --include '*.json' --include '*.safetensors' --local"
+    assert says in refused(config)
     assert refused(tiny("train.init_from=/x/y")).endswith("or a download from the hub")
     monkeypatch.setenv("LOCAL_RANK", "1")  # of whose node the first one reports the folder
     with pytest.raises(RunError) as caught:
