@@ -336,6 +336,11 @@ def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | 
     tasks = []
     for task, point in enumerate(left):
         tasks.append(f"    {task}) set -- {shlex.join([file, *point.overrides])} ;;\n")
+    n_gpu = int(re.findall(r"--gpus-per-node=(\d+)", options)[0])
+    try:
+        check_points(file, left, n_gpu, with_files=False)
+    except configure.ConfigError as error:
+        print(f"warning: {error}, or sbatch --gpus-per-node=N", file=sys.stderr)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = f"""\
 #!/usr/bin/env bash

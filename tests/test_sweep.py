@@ -437,22 +437,30 @@ def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm,
     launch = ["--nnodes=1", "--nproc_per_node=4", "--rdzv_id=7-2", "--rdzv_backend=c10d"]
     launch += ["--rdzv_endpoint=host1:20007", "train.py", str(file)]
     for i, point in enumerate(configure.sweep_points(file, words)):
-        task = on_host | {"SLURM_ARRAY_TASK_ID": str(i)}
+        task = on_host | {"SLURM_ARRAY_JOB_ID": "4", "SLURM_ARRAY_TASK_ID": str(i)}
         subprocess.run(["bash", script], env=task, cwd=tmp_path, check=True)
         arguments = (tmp_path / "arguments").read_text().split("\0")
         assert arguments == [*launch, *point, ""]
         assert (tmp_path / "started").read_text().startswith("4 ")
 
 
-@pytest.mark.parametrize("code, requeued", [(75, ["requeue 7\n"]), (0, [])])
-def test_slurm_job_is_requeued_if_time_ended_it_before_it_finished(tmp_path, slurm, code, requeued):
+ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}  # 7 alone names all tasks
+
+
+@pytest.mark.parametrize(
+    "code, array, job", [(75, {}, "7"), (75, ARRAY, "7_3"), (0, {}, "7")], ids=str
+)
+def test_slurm_job_is_requeued_if_time_ended_it_before_it_finished(
+    tmp_path, slurm, code, array, job
+):
     """The signal before the time limit reaches torchrun, which ignores it, and its ranks, which
     save and end.
     """
-    job = slurm | {"CODE": str(code), "WAIT": "1"}
-    process = subprocess.Popen(["bash", sweep.SBATCH, "x.toml"], env=job, cwd=tmp_path)
+    env = slurm | array | {"CODE": str(code), "WAIT": "1"}
+    process = subprocess.Popen(["bash", sweep.SBATCH, "x.toml"], env=env, cwd=tmp_path)
     wait_until((tmp_path / "pid").exists)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=HANG) == code
-    assert (tmp_path / "canceled").read_text() == "--signal=USR1 7\n"
-    assert [file.read_text() for file in tmp_path.glob("requeued")] == requeued
+    assert (tmp_path / "canceled").read_text() == f"--signal=USR1 {job}\n"
+    requeued = [file.read_text() for file in tmp_path.glob("requeued")]
+    assert requeued == ([f"requeue {job}\n"] if code else [])
