@@ -340,4 +340,5 @@ def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator
     except BaseException:
         _abort_process_group()
         raise
+    dist.barrier(control)  # torchrun gives rank 0, which ends its tracker, 30 s once another ends
     dist.destroy_process_group()
