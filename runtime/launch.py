@@ -140,7 +140,7 @@ def describe_next(run: Path) -> str:
     """Commands to type after a run, also those that open or send its trackers' files."""
     lines = [NEXT.format(run=run)]
     if any(run.glob("wandb/offline-run-*")):
-        lines.append(f"  wandb sync {run}/wandb/offline-run-*")
+        lines.append(f'  for part in {run}/wandb/offline-run-*; do wandb sync "$part"; done')
     return "\n".join(lines)
 
 

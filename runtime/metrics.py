@@ -99,7 +99,7 @@ class Metrics:
             text = "".join(json.dumps(line) + "\n" for line in [*header, *kept])
             write_atomic(self.path, text, durable=True)
             self.file = self.path.open("ab", buffering=0)
-        self._call_tracker("recall", kept)
+        self._call_tracker("resume", kept)
 
     def _keep_old(self) -> None:
         """Keep the files of a run that starts over."""
@@ -168,10 +168,7 @@ class Metrics:
             getattr(self.tracker, method)(*arguments)
         except Exception as error:  # whatever it is: the numbers are in the file
             problem = f"{self.tracker.name}: {method} failed ({first_line(error)})"
-            tqdm.write(
-                f"{problem}: continuing without it. {self.path} has every "
-                f"number{self.tracker.remedy}"
-            )
+            tqdm.write(f"{problem}: continuing without it. {self.path} has every number")
             self.tracker = None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from common.files import list_matching
 from common.text import Table, first_line, plural
 from configure import Config
 from runtime.metrics import Line
@@ -43,11 +44,11 @@ class WandbTracker:
             config: of the run.
             folder: of the run.
         """
-        self.remedy = f"; `wandb sync {folder}/wandb/*run-*` sends what wandb has got of them"
         self.run = run
+        # Of a run that is resumed online the first step that wandb has not got; else 0.
+        self.first_step = run.starting_step if run.resumed else 0
         self.id = run.id
         self.wandb = wandb
-        self.config = config
         self.best = math.inf
         self.newest: Line = {"step": 0}  # the last value of each name
         self.losses: deque[float] = deque(maxlen=SPIKE_LINES)  # of training
@@ -58,6 +59,13 @@ class WandbTracker:
                 "requirements/report.txt"
             )
         run.log_artifact(folder / "config.toml", f"config-{run.id}", "config")
+
+    def resume(self, lines: Sequence[Line]) -> None:
+        """Take the lines of earlier starts; of the last, if it was killed, wandb may lack some."""
+        for line in lines:
+            if self.first_step and line["step"] >= self.first_step:
+                self.run.log(flatten_line(line), step=line["step"])
+        self.recall(lines)
 
     def recall(self, lines: Sequence[Line]) -> None:
         """Update the summary with the least val loss of the run so far, and the last in `lines`."""
@@ -78,21 +86,21 @@ class WandbTracker:
             pixels = draw_loads(np.array(line["val/loads"]))
             caption = "rows are layers, columns experts; black 0, white twice the mean load"
             values["val/loads"] = self.wandb.Image(pixels, caption=caption)
-        self.run.log(values, step=line["step"])
+        step = line["step"]
+        if "val/loss" in line and step == self.first_step - 1:
+            # a stop has postponed the evaluation, and wandb takes no more for that step
+            step = self.first_step
+        self.run.log(values, step=step)
         for title, text in find_alerts(line, self.newest, self.losses).items():
             self.run.alert(title, text)
         self.recall([line])
 
     def finish(self, exit_code: int = 0) -> None:
-        """Send an alert, and wait, for WANDB_SECONDS at most, until all is sent.
+        """Wait, for WANDB_SECONDS at most, until all is sent.
 
         Args:
             exit_code: 0 means success.
         """
-        loss = self.newest.get("val/loss", math.nan)
-        text = f"at step {self.newest['step']:,} of {self.config.train.max_steps:,}, "
-        text += f"val loss {loss:.4f}"
-        self.run.alert("run failed" if exit_code else "run ended", text)
         self.run.finish(exit_code)
 
 
@@ -176,25 +184,41 @@ def init_wandb(mode: str, options: dict[str, Any]) -> tuple[Any, Any]:
     )
     # artifacts wait with the run's other files for `wandb sync`, which another machine may do
     os.environ.setdefault("WANDB_DATA_DIR", f"{options['dir']}/wandb")
-    if mode == "online" and not wandb.login(prompt=False, verify=False):
-        print(
-            "wandb: no API key (`wandb login`, or WANDB_API_KEY): logging offline; `wandb "
-            "sync` sends it later"
-        )
-        mode = "offline"
-    options["mode"] = mode
+    problem = ""
+    if mode == "online":
+        problem = find_login_problem(wandb) or find_unsent(options)
     try:
-        return wandb.init(**options), wandb
+        if mode == "online" and not problem:
+            run = wandb.init(**options, mode="online")
+            print(f"wandb: {run.url}")
+            return run, wandb
     except Exception as error:
-        if mode == "offline":
-            raise
-        print(
-            f"wandb: no run online ({first_line(error)}): logging offline; `wandb sync` sends "
-            "it later"
-        )
+        problem = f"no run online ({first_line(error)})"
         wandb.teardown()  # otherwise it refuses the id as in use
-        options["mode"] = "offline"
-        return wandb.init(**options), wandb
+    if problem:
+        print(f"wandb: {problem}: logging offline; `wandb sync` sends it later")
+    return wandb.init(**options, mode="offline"), wandb
+
+
+def find_login_problem(wandb: Any) -> str:
+    """Say why there is no API key; empty if there is one."""
+    try:
+        found = wandb.login(prompt=False, verify=False)
+    except Exception as error:  # such as a key of another length
+        return f"no API key ({first_line(error)})"
+    return "" if found else "no API key (`wandb login`, or WANDB_API_KEY)"
+
+
+def find_unsent(options: dict[str, Any]) -> str:
+    """Name a part of the run that `wandb sync` has not sent; empty without one.
+
+    Sent after what follows it, it would be taken for the run's end.
+    """
+    if options.get("id"):
+        for part in list_matching(Path(options["dir"], "wandb"), f"offline-run-*-{options['id']}"):
+            if not list_matching(part, "*.synced"):
+                return f"{part} is not sent"
+    return ""
 
 
 def send_report(page: Path, mode: str, runs: Sequence[Run], table: Table) -> None:

@@ -43,6 +43,7 @@ OTHER_PROGRAMS = {
     "lm_eval",
     "lm-eval",
     "trl",
+    "for",  # part in …; do wandb sync
 }
 PLACEHOLDER = re.compile(r"\b(FILES?|FOLDER|NAME|SET|OUT|OTHER)\b|section\.key|…|\.\.\.")
 

@@ -61,10 +61,9 @@ def test_alerts_remember_earlier_lines(fake_wandb, tiny, tmp_path):
     tracker.log({"step": 22, "tokens": 1, "train/loss": 9.0})
     tracker.finish(1)
     run.finish.assert_called_once_with(1)
-    assert run.alert.call_args_list == [
-        mock.call("loss spike", "step 22: train loss 9.0000, in 20 lines before 2.0000"),
-        mock.call("run failed", "at step 22 of 30, val loss 2.5000"),
-    ]
+    run.alert.assert_called_once_with(
+        "loss spike", "step 22: train loss 9.0000, in 20 lines before 2.0000"
+    )
 
 
 def test_a_report_that_wandb_refuses_costs_one_line(fake_wandb, tiny, tmp_path, capsys):
@@ -88,7 +87,9 @@ def fake_wandb(monkeypatch):
 
     fake = mock.MagicMock(Settings=wandb.Settings, errors=wandb.errors)
     fake.login.return_value = False
-    fake.init.return_value.configure_mock(id="1", summary={})
+    fake.init.return_value.configure_mock(
+        id="1", summary={}, resumed=False, starting_step=0, url="https://wandb"
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
     return fake
@@ -109,8 +110,11 @@ def test_without_a_key_or_a_network_wandb_is_offline(
         start_wandb(config, tmp_path, "abc")
     assert not {"project", "id", "resume"} & fake_wandb.init.call_args.kwargs.keys()
     capsys.readouterr()
+    fake_wandb.login.side_effect = ValueError("API key must have 40 characters")
+    start_wandb(config, tmp_path, "abc")
+    assert "no API key (API key must have 40 characters): logging" in capsys.readouterr().out
 
-    fake_wandb.reset_mock()
+    fake_wandb.reset_mock(side_effect=True)
     fake_wandb.login.return_value = True
     error = fake_wandb.errors.CommError("Run initialization has timed out.\nMore words.")
     fake_wandb.init.side_effect = [error, mock.DEFAULT]
@@ -120,6 +124,37 @@ def test_without_a_key_or_a_network_wandb_is_offline(
     assert calls == wanted
     said = r"wandb: no run online \(.* has timed out.\): logging offline; .*\n"
     assert re.fullmatch(said, capsys.readouterr().out)
+
+
+def test_parts_of_a_run_are_sent_in_their_order(fake_wandb, tiny, tmp_path, capsys):
+    """An offline part that is not sent keeps its run offline, and no other."""
+    fake_wandb.login.return_value = True
+    config = tiny("log.wandb=online")
+    part = tmp_path / "wandb/offline-run-2026-abc"
+    part.mkdir(parents=True)
+    for id, said in (("abc", f"wandb: {part} is not sent: logging off"), ("bc", "https://wandb")):
+        start_wandb(config, tmp_path, id)
+        assert said in capsys.readouterr().out
+    (part / "run-abc.wandb.synced").touch()
+    start_wandb(config, tmp_path, "abc")
+    modes = [call.kwargs["mode"] for call in fake_wandb.init.call_args_list]
+    assert modes == ["offline", "online", "online"]
+
+
+def test_what_wandb_lacks_of_a_resumed_run_is_sent(fake_wandb, tiny, tmp_path):
+    """It has steps 0 to 4, and drops what comes for these."""
+    run = fake_wandb.init.return_value
+    run.configure_mock(resumed=True, starting_step=5)
+    tracker = start_wandb(tiny("log.wandb=offline"), tmp_path, "1")
+    kept = [{"step": step, "tokens": 8 * step, "train/loss": 3.0} for step in range(3, 7)]
+    tracker.resume(kept)
+    evaluation = {"step": 4, "tokens": 32, "val/loss": 2.0}  # a stop has postponed it
+    again = {"step": 4, "tokens": 32, "train/loss": 3.0}
+    for line in (evaluation, again):
+        tracker.log(line)
+    wanted = [(kept[2], 5), (kept[3], 6), (evaluation, 5), (again, 4)]
+    assert run.log.call_args_list == [mock.call(line, step=step) for line, step in wanted]
+    assert run.summary["val/loss_final"] == 2.0
 
 
 @pytest.mark.parametrize("failing, line_begins", [
@@ -243,7 +278,6 @@ def test_the_real_client_resumes_a_run(tiny, tmp_path, monkeypatch, capsys):
         assert values == flatten_line(line)
     assert artifact_of(last) == {"config.toml": digest(path / "config.toml")}
     assert any((path / "wandb/artifacts/staging").iterdir())
-    assert last["alert"][-1].title == "run ended"
 
     out = tmp_path / "report"
     assert report.main([str(path), "--out", str(out), "--wandb", "offline"]) == 0

@@ -162,7 +162,7 @@ def test_ranks_compare_their_plans_before_anything_is_made(tiny, monkeypatch):
 # ---- what a run does at its end, whatever the reason
 def test_everything_is_closed_after_an_error(tiny, monkeypatch, before_steps):
     codes = []
-    tracker = SimpleNamespace(id="x", recall=print, log=print, finish=codes.append)
+    tracker = SimpleNamespace(id="x", resume=print, log=print, finish=codes.append)
     monkeypatch.setattr(reporter, "start_wandb", lambda *args: tracker)
     before_steps(lambda step: 1 / (step - 2))
     n_thread = threading.active_count()
