@@ -193,8 +193,11 @@ def init_wandb(mode: str, options: dict[str, Any]) -> tuple[Any, Any]:
             print(f"wandb: {run.url}")
             return run, wandb
     except Exception as error:
-        problem = f"no run online ({first_line(error)})"
         wandb.teardown()  # otherwise it refuses the id as in use
+        if options.get("id") and "previously created and deleted" in str(error):
+            print("wandb: the run was deleted there: logging to a new one")
+            return init_wandb(mode, options | {"id": None})
+        problem = f"no run online ({first_line(error)})"
     if problem:
         print(f"wandb: {problem}: logging offline; `wandb sync` sends it later")
     return wandb.init(**options, mode="offline"), wandb

@@ -126,6 +126,16 @@ def test_without_a_key_or_a_network_wandb_is_offline(
     assert re.fullmatch(said, capsys.readouterr().out)
 
 
+def test_a_run_that_was_deleted_begins_anew(fake_wandb, tiny, tmp_path, capsys):
+    fake_wandb.login.return_value = True
+    says = "run me/mine/abc was previously created and deleted; try a new run name"
+    fake_wandb.init.side_effect = [fake_wandb.errors.CommError(says), mock.DEFAULT]
+    assert start_wandb(tiny("log.wandb=online"), tmp_path, "abc").id == "1"
+    calls = [(call.kwargs["id"], call.kwargs["mode"]) for call in fake_wandb.init.call_args_list]
+    assert calls == [("abc", "online"), (None, "online")]
+    assert "wandb: the run was deleted there: logging to a new one" in capsys.readouterr().out
+
+
 def test_parts_of_a_run_are_sent_in_their_order(fake_wandb, tiny, tmp_path, capsys):
     """An offline part that is not sent keeps its run offline, and no other."""
     fake_wandb.login.return_value = True
