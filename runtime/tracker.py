@@ -6,8 +6,6 @@ run that has started.
 
 import math
 import os
-import statistics
-from collections import deque
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,22 +14,18 @@ from typing import Any
 import numpy as np
 
 from common.files import list_matching
-from common.text import Table, first_line, plural
+from common.text import Table, first_line
 from configure import Config
 from runtime.metrics import Line
 from runtime.runs import Run
 
 # To start a run, and to finish one: wandb's own default waits for a network for ever. Not measured.
 WANDB_SECONDS = 30
-# A spike is a loss this many standard deviations above the mean of so many lines before it: of
-# normal noise one line in 160,000 (Student's t). Not measured on real runs.
-SPIKE = 6.0
-SPIKE_LINES = 20
 PIXELS = 12  # of a heat map's cell, each way
 
 
 class WandbTracker:
-    """Sends lines to a wandb run, with pictures of loads and alerts."""
+    """Sends lines to a wandb run, with pictures of loads."""
 
     name = "wandb"
 
@@ -45,13 +39,11 @@ class WandbTracker:
             folder: of the run.
         """
         self.run = run
-        # Of a run that is resumed online the first step that wandb has not got; else 0.
-        self.first_step = run.starting_step if run.resumed else 0
+        # Of a run that is resumed online the first step that wandb has not got; else none is.
+        self.first_step = run.starting_step if run.resumed else math.inf
         self.id = run.id
         self.wandb = wandb
         self.best = math.inf
-        self.newest: Line = {"step": 0}  # the last value of each name
-        self.losses: deque[float] = deque(maxlen=SPIKE_LINES)  # of training
         self.draws = find_spec("PIL") is not None
         if not self.draws and config.model.router != "dense":
             print(
@@ -63,16 +55,12 @@ class WandbTracker:
     def resume(self, lines: Sequence[Line]) -> None:
         """Take the lines of earlier starts; of the last, if it was killed, wandb may lack some."""
         for line in lines:
-            if self.first_step and line["step"] >= self.first_step:
+            if line["step"] >= self.first_step:
                 self.run.log(flatten_line(line), step=line["step"])
         self.recall(lines)
 
     def recall(self, lines: Sequence[Line]) -> None:
         """Update the summary with the least val loss of the run so far, and the last in `lines`."""
-        for line in lines:
-            self.newest |= line
-            if math.isfinite(line.get("train/loss", math.nan)):
-                self.losses.append(line["train/loss"])
         losses = [line["val/loss"] for line in lines if "val/loss" in line]
         if not losses:
             return
@@ -91,8 +79,6 @@ class WandbTracker:
             # a stop has postponed the evaluation, and wandb takes no more for that step
             step = self.first_step
         self.run.log(values, step=step)
-        for title, text in find_alerts(line, self.newest, self.losses).items():
-            self.run.alert(title, text)
         self.recall([line])
 
     def finish(self, exit_code: int = 0) -> None:
@@ -102,31 +88,6 @@ class WandbTracker:
             exit_code: 0 means success.
         """
         self.run.finish(exit_code)
-
-
-def find_alerts(line: Line, newest: Line, losses: Sequence[float]) -> dict[str, str]:
-    """Alerts of a line, {title: text}: a spike of the loss, more dead experts than before.
-
-    Args:
-        line: of a training step, or of an evaluation.
-        newest: the last value of each name before it.
-        losses: of training, before it, at most SPIKE_LINES.
-    """
-    alerts = {}
-    step = line["step"]
-    if "train/loss" in line and len(losses) == SPIKE_LINES:
-        loss = line["train/loss"]
-        mean = statistics.fmean(losses)
-        if loss > mean + SPIKE * statistics.stdev(losses):
-            alerts["loss spike"] = (
-                f"step {step:,}: train loss {loss:.4f}, in {SPIKE_LINES} lines before {mean:.4f}"
-            )
-    dead = line.get("val/dead_experts", 0)
-    if step and dead > newest.get("val/dead_experts", 0):
-        alerts["dead experts"] = (
-            f"step {step:,}: {plural(dead, 'expert')} of all layers without a token of validation"
-        )
-    return alerts
 
 
 def draw_loads(loads: np.ndarray) -> np.ndarray:
@@ -219,8 +180,8 @@ def find_unsent(options: dict[str, Any]) -> str:
     """
     if options.get("id"):
         for part in list_matching(Path(options["dir"], "wandb"), f"offline-run-*-{options['id']}"):
-            if not list_matching(part, "*.synced"):
-                return f"{part} is not sent"
+            if not list_matching(part, "*.sync*"):  # synced, or syncstate of one that is cut short
+                return f"{part} is not sent (remove it if a copy of it was)"
     return ""
 
 

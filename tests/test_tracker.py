@@ -23,7 +23,7 @@ import report.__main__ as report
 import train
 from runtime import folder
 from runtime.runs import Run
-from runtime.tracker import PIXELS, draw_loads, find_alerts, flatten_line, send_report, start_wandb
+from runtime.tracker import PIXELS, draw_loads, flatten_line, send_report, start_wandb
 
 
 # ---- lines and summary
@@ -32,38 +32,6 @@ def test_names_are_those_of_metrics():
     lists = {"router/entropy_of_layers": [0.25, 0.75], "val/loads": [[1, 2]]}
     layers = {"router/entropy_of_layers/00": 0.25, "router/entropy_of_layers/01": 0.75}
     assert flatten_line(numbers | lists) == numbers | layers
-
-
-LOSSES = [1.0, 3.0] * 10  # mean 2, standard deviation 1.026
-ALERTS = [
-    ({"train/loss": 8.2}, {}, LOSSES, ["loss spike"]),
-    ({"train/loss": 8.1}, {}, LOSSES, []),
-    ({"train/loss": 8.2}, {}, LOSSES[:19], []),  # too few to know
-    ({"train/loss": math.nan}, {}, LOSSES, []),
-    ({"val/dead_experts": 1}, {}, [], ["dead experts"]),
-    ({"val/dead_experts": 4}, {"val/dead_experts": 3}, [], ["dead experts"]),
-    ({"val/dead_experts": 9, "step": 0}, {}, [], []),
-]
-
-
-@pytest.mark.parametrize("line, newest, losses, titles", ALERTS)
-def test_alerts(line, newest, losses, titles):
-    assert [*find_alerts({"step": 7} | line, newest, losses)] == titles
-
-
-def test_alerts_remember_earlier_lines(fake_wandb, tiny, tmp_path):
-    """Also those before a resume; loss spikes that are not finite raise no later mean."""
-    tracker = start_wandb(tiny("log.wandb=offline", "train.max_steps=30"), tmp_path)
-    run = fake_wandb.init.return_value
-    for step, loss in enumerate([*LOSSES, math.inf]):
-        tracker.recall([{"step": step, "train/loss": loss, "val/dead_experts": 5}])
-    tracker.log({"step": 21, "tokens": 1, "val/dead_experts": 5, "val/loss": 2.5})
-    tracker.log({"step": 22, "tokens": 1, "train/loss": 9.0})
-    tracker.finish(1)
-    run.finish.assert_called_once_with(1)
-    run.alert.assert_called_once_with(
-        "loss spike", "step 22: train loss 9.0000, in 20 lines before 2.0000"
-    )
 
 
 def test_a_report_that_wandb_refuses_costs_one_line(fake_wandb, tiny, tmp_path, capsys):
@@ -142,13 +110,23 @@ def test_parts_of_a_run_are_sent_in_their_order(fake_wandb, tiny, tmp_path, caps
     config = tiny("log.wandb=online")
     part = tmp_path / "wandb/offline-run-2026-abc"
     part.mkdir(parents=True)
-    for id, said in (("abc", f"wandb: {part} is not sent: logging off"), ("bc", "https://wandb")):
+    for id, said in (("abc", f"wandb: {part} is not sent (remove it if"), ("bc", "https://wandb")):
         start_wandb(config, tmp_path, id)
         assert said in capsys.readouterr().out
-    (part / "run-abc.wandb.synced").touch()
+    (part / "run-abc.wandb.syncstate").touch()  # of a part that a kill has cut short
     start_wandb(config, tmp_path, "abc")
     modes = [call.kwargs["mode"] for call in fake_wandb.init.call_args_list]
     assert modes == ["offline", "online", "online"]
+
+
+def test_a_run_of_which_wandb_has_nothing_is_sent_whole(fake_wandb, tiny, tmp_path):
+    run = fake_wandb.init.return_value
+    for resumed, count in ((True, 3), (False, 0)):
+        run.configure_mock(resumed=resumed, starting_step=0)
+        run.log.reset_mock()
+        lines = [{"step": step, "tokens": step, "train/loss": 3.0} for step in range(3)]
+        start_wandb(tiny("log.wandb=offline"), tmp_path, "1").resume(lines)
+        assert run.log.call_count == count
 
 
 def test_what_wandb_lacks_of_a_resumed_run_is_sent(fake_wandb, tiny, tmp_path):
