@@ -75,14 +75,17 @@ class Results(TypedDict):
     tasks: dict[str, Scored]
 
 
-def result_key(trained: Trained, dtype: torch.dtype, tasks_dir: Path | None) -> dict[str, Any]:
-    """Return what all results in one file share: weights, precision, harness, documents."""
+def result_key(
+    trained: Trained, dtype: torch.dtype, tasks_dir: Path | None, num_fewshot: int | None
+) -> dict[str, Any]:
+    """Return what all results in one file share: weights, precision, harness, documents, shots."""
     path = checkpoint.folder_of(trained.folder / "checkpoints", trained.step)
     return {
         "weights": sha256_of([checkpoint.read_manifest(path)["files"]]),
         "dtype": str(dtype).removeprefix("torch."),
         "lm_eval": version("lm_eval"),
         "source": str(tasks_dir.absolute()) if tasks_dir else "hub",
+        "num_fewshot": "of the task" if num_fewshot is None else num_fewshot,
     }
 
 
@@ -233,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with distributed.process_group(device, models[0][0].config.train.timeout_minutes) as ranks:
         for trained, tokenizer in models:
             dtype = scoring_dtype(trained.config, device)
-            key = result_key(trained, dtype, args.tasks_dir)
+            key = result_key(trained, dtype, args.tasks_dir, args.num_fewshot)
             adapter = Adapter(Scorer(trained.model.to(ranks.device), dtype, ranks), tokenizer)
             folder, done = evaluate_tasks(manager, adapter, trained, key, args)
             trained.model.cpu()  # the device has one model at a time

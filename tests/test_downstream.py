@@ -280,6 +280,7 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(
 LABELS = {
     "step_00000002": "--checkpoint 2",
     "step_00000004": "",
+    "step_00000004_0shot": "--num-fewshot 0",
     "step_00000004_1shot": "--num-fewshot 1",
     "step_00000004_limit2": "--limit 2",
     "step_00000004_ema": "--ema",
