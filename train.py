@@ -39,7 +39,6 @@ import configure
 from balance import Stats, balance_loss
 from configure.schema import Optim, Train
 from data.loader import prefetch
-from kernels import choose_backend
 from runtime import Stopped, distributed
 from runtime.batches import Batch, RankBatches, score, seed_step
 from runtime.cadence import Cadence
@@ -48,7 +47,7 @@ from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.parallel import set_gradient_sync
 from runtime.preflight import OpenTasks, Plan, ReadWeights, check_plan, plan_run
-from runtime.reporter import Reporter, SilentReporter
+from runtime.reporter import Reporter, SilentReporter, describe_experts
 from runtime.state import Statistics, TrainState, build_state
 from runtime.updates import Guard
 from runtime.validation import evaluate
@@ -280,9 +279,10 @@ def open_session(plan: Plan, stop: Stop, stack: ExitStack) -> Session:
     ranks = stack.enter_context(
         distributed.process_group(plan.device, config.train.timeout_minutes)
     )
-    backend = choose_backend(config.model.backend, plan.device, plan.dtype)
     agreed = f"train.parallel = {config.train.parallel}, {plan.run.path.name} at step "
-    agreed += f"{plan.last_step}, {config.train.dtype} by {backend}"
+    agreed += f"{plan.last_step}, {config.train.dtype}"
+    for line in describe_experts(config, plan.device, plan.dtype):
+        agreed += f", {line}"
     if config.train.parallel == "hsdp":
         agreed += f", {ranks.local_size} ranks per node"
     distributed.check_agreement(agreed, ranks)

@@ -210,7 +210,7 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         hub = SOURCES[args.corpus].hub[args.config]
         revision = args.revision or find_revision(args, partial)
         provenance["revision"], inputs = hub_inputs(hub, revision)
-        if not args.revision:  # the same set again, when the hub has a newer one
+        if args.revision != provenance["revision"]:  # the same set again, whatever the hub has
             command_line += f" --revision {provenance['revision']}"
     elif args.val_source:
         texts = read_texts([file for file in inputs if file.split == "val"], encoder)

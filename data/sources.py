@@ -179,8 +179,10 @@ def hub_inputs(hub: dict[str, str], revision: str | None = None) -> tuple[str, l
     except Exception as error:  # the client libraries raise many kinds
         reason = " ".join(str(error).split())  # the cause stands below the first line
         raise DataError(
-            f"{page} cannot be read ({type(error).__name__}: {reason}). Without a network, add "
-            "--source FOLDER and fetch the files into it on another machine:\n"
+            f"{page} cannot be read at {revision or 'its newest commit'} ({type(error).__name__}: "
+            f"{reason}). If an unfinished set is of a commit that is gone, --force begins a newer "
+            "one. Without a network, add --source FOLDER and fetch the files into it on another "
+            "machine:\n"
             f"  hf download {repo} --repo-type dataset --include '{hub['files']}' "
             "--local-dir FOLDER"
         ) from error

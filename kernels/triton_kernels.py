@@ -1,5 +1,6 @@
 """All Triton kernels, imported together where a device needs them: Triton is slow to import."""
 
+import subprocess
 from functools import cache
 
 import torch
@@ -42,9 +43,14 @@ def find_launch_problem(device: torch.device) -> str:
     try:
         with torch.cuda.device(device):
             one_kernel[(1,)](torch.empty(1, device=device))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # of Triton, of the compilers that it calls, of CUDA
+        reason = first_line(error)
+        if isinstance(error, subprocess.CalledProcessError):  # its message has temporary names
+            reason = f"{error.cmd[0]} fails"
         return (
-            f"cannot build a kernel here ({first_line(error)}): install a C compiler and Python's "
+            f"cannot build a kernel here ({reason}): install a C compiler and Python's "
             "headers (Debian: gcc, python3-dev), or a release of torch that knows this GPU"
         )
     return ""

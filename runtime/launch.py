@@ -6,6 +6,7 @@ It imports torch only within `launch`: a typo or missing data is reported before
 import ctypes
 import io
 import os
+import re
 import signal
 import sys
 import time
@@ -202,7 +203,7 @@ def describe_torch_errors() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        amounts = str(error).partition(" Process ")[0]  # then: others, and its allocator
+        amounts = re.split(" Process | Of the allocated", str(error))[0]  # then: its allocator
         raise RankError(
             f"{amounts} Set a smaller --train.micro_batch_size, "
             "--train.activation_checkpointing=true, or --train.parallel=fsdp on more GPUs, and "

@@ -16,6 +16,7 @@ import torch
 import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -349,8 +350,10 @@ def build_mesh(sizes: Mapping[str, int], ranks: Ranks) -> DeviceMesh:
     """All ranks as a grid of `sizes` {axis: ranks}."""
     shape = tuple(sizes.values())
     mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=tuple(sizes))
+    # torch before 2.15 has no public function
+    set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in mesh.get_all_groups():  # torch gives them 10 minutes
-        dist.distributed_c10d._set_pg_timeout(ranks.timeout, group)
+        set_timeout(ranks.timeout, group)
     return mesh
 
 

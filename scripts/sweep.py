@@ -185,6 +185,17 @@ def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> 
         raise error
 
 
+def find_refused(file: str, points: list[Point], ranks: int) -> dict[str, str]:
+    """{what train.py says on so many ranks: number of the first of the points that it refuses}."""
+    refused: dict[str, str] = {}
+    for point in points:
+        try:
+            configure.load(file, point.overrides, world_size=ranks)
+        except configure.ConfigError as error:
+            refused.setdefault(str(error), point.number)
+    return refused
+
+
 def find_data_errors(points: list[Point]) -> list[DataError]:
     """What is wrong with the data that the points read, each combination once."""
     sets = {(tuple(point.config.data.folders), point.config.model.vocab_size) for point in points}
@@ -336,11 +347,10 @@ def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | 
     tasks = []
     for task, point in enumerate(left):
         tasks.append(f"    {task}) set -- {shlex.join([file, *point.overrides])} ;;\n")
-    n_gpu = int(re.findall(r"--gpus-per-node=(\d+)", options)[0])
-    try:
-        check_points(file, left, n_gpu, with_files=False)
-    except configure.ConfigError as error:
-        print(f"warning: {error}, or sbatch --gpus-per-node=N", file=sys.stderr)
+    n_gpu = re.search(r"--gpus-per-node=(?:\w+:)?(\d+)\b", options)
+    if n_gpu:
+        for fault, number in find_refused(file, left, int(n_gpu[1])).items():
+            print(f"warning: [{number}] {fault}, or sbatch --gpus-per-node=N", file=sys.stderr)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = f"""\
 #!/usr/bin/env bash

@@ -422,12 +422,15 @@ def slurm(tmp_path):
     return env
 
 
-def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm, call):
+def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm, capsys):
     """Also from a file and into a script whose names have a newline."""
     file = shutil.copy(sweep_file, tmp_path / "a\nb's.toml")
     script = tmp_path / "new" / "array\n1.sbatch"
-    words = ["--train.max_steps=3", "--model.router=[kern,dense]"]
-    out = call(sweep.main, file, *words, "--slurm", script, "--parallel=3")
+    words = ["--train.max_steps=3", "--model.router=[kern,dense]", "--train.micro_batch_size=4"]
+    assert sweep.main([str(file), *words, "--slurm", str(script), "--parallel=3"]) == 0
+    out, warning = capsys.readouterr()
+    assert "warning: [1/4] train.batch_size = 8 is not a multiple" in warning
+    assert warning.count("or sbatch --gpus-per-node=N") == 1  # all points have this fault
     assert out.endswith(f"sbatch {shlex.quote(str(script))}    # 4 tasks\n")
     head = script.read_text().partition("\ncase ")[0]
     assert not re.search("(?m)^[^#]", head)  # sbatch reads options up to the first command
