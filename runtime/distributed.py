@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +13,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common.cores import count_cores, read_cgroup_limits
 from common.text import plural
 from configure.command_line import read_rank_variable
 from runtime import RankError, RunError
 
 NCCL_MORE = timedelta(minutes=2)  # than train.timeout_minutes; not measured
-OWN_CGROUPS = Path("/proc/self/cgroup")
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 class GPU(NamedTuple):
@@ -137,26 +135,29 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 
 def set_threads(device: torch.device, recorded: int | None) -> int:
-    """Give a resumed run on a CPU the threads that it started with. Returns their number.
+    """Give a run on a CPU its threads: those that it started with. Returns their number.
 
     Another number of threads rounds sums differently. With several ranks, or with OMP_NUM_THREADS
     or MKL_NUM_THREADS set, the launcher has chosen it.
 
     Args:
         device: on CUDA nothing is set.
-        recorded: the number that the run started with; None: torch's default.
+        recorded: the number that the run started with; None: torch's default, but not more than
+            the cores that a container's quota allows, for which torch does not look.
     """
     is_set = "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
-    possible = torch.get_num_threads()
-    if recorded is None or device.type == "cuda" or world_size() > 1 or is_set:
-        return possible
-    threads = min(recorded, possible)
+    default = torch.get_num_threads()
+    if device.type == "cuda" or world_size() > 1 or is_set:
+        return default
+    possible = min(default, count_cores())
+    threads = possible if recorded is None else min(recorded, possible)
     if threads < possible:
         print_once(
             f"{plural(threads, 'thread')} of {possible}: as this run began; "
             f"OMP_NUM_THREADS={possible} takes all"
         )
-    torch.set_num_threads(threads)
+    if threads != default:
+        torch.set_num_threads(threads)
     return threads
 
 
@@ -187,32 +188,13 @@ def memory_bytes(device: torch.device) -> int | None:
 
 def host_memory_bytes() -> int | None:
     """Memory of this machine, or what its container or job may use; None if unknown."""
-    limits = list_cgroup_limits(OWN_CGROUPS, CGROUPS)
+    limits = []
+    for limit in read_cgroup_limits("memory", "memory.limit_in_bytes", "memory.max"):
+        if limit.strip().isdigit():  # else "max"
+            limits.append(int(limit))
     with suppress(ValueError, OSError, AttributeError):  # Windows has no sysconf
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min(limits, default=None)
-
-
-def list_cgroup_limits(groups: Path, root: Path) -> list[int]:
-    """The limits of memory, in bytes, of the control groups that this process is in.
-
-    Args:
-        groups: Linux' /proc/self/cgroup, lines `NUMBER:CONTROLLERS:/PATH`; version 2 names none.
-        root: where the groups are mounted.
-    """
-    limits = []
-    with suppress(OSError, ValueError):  # no Linux, or lines of another form
-        for line in groups.read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            path = root / controllers / group.lstrip("/")
-            # a container may not see its own group below the root, which then has its limit
-            for folder in (path, *path.parents):
-                with suppress(OSError, ValueError):  # no such file; "max"
-                    limits.append(int((folder / name).read_text()))
-    return limits
 
 
 def make_deterministic() -> None:

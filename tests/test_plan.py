@@ -14,6 +14,7 @@ from runs import REPO_ROOT, checkpoints, read_tables, run
 
 import configure
 import train
+from common import cores
 from configure import Config
 from configure.schema import Model
 from eval import routing, val_loss
@@ -335,11 +336,32 @@ def test_limits_of_a_container(tmp_path, monkeypatch, own, files, limit):
     write_tree(tmp_path / "mounted", {name: f"{text}\n".encode() for name, text in files.items()})
     if own is not None:
         (tmp_path / "cgroup").write_text(f"{own}\n")
-    monkeypatch.setattr(distributed, "CGROUPS", tmp_path / "mounted")
-    monkeypatch.setattr(distributed, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path / "mounted")
+    monkeypatch.setattr(cores, "OWN_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 10, "SC_PHYS_PAGES": 75}.get)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert distributed.memory_bytes(torch.device("cpu")) == limit // 2
+
+
+QUOTAS = {"200000 100000": 2, "50000 100000": 1, "250000 100000": 2, "max 100000": 8}
+
+
+@pytest.mark.parametrize("quota", QUOTAS)
+def test_threads_and_workers_of_a_container(tmp_path, monkeypatch, quota):
+    """On 8 cores; torch sees its affinity alone."""
+    write_tree(tmp_path, {"cgroup": b"0::/\n", "mounted/cpu.max": f"{quota}\n".encode()})
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path / "mounted")
+    monkeypatch.setattr(cores, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    set_threads = mock.Mock()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", set_threads)
+    count = QUOTAS[quota]
+    assert cores.count_cores() == count
+    assert distributed.set_threads(torch.device("cpu"), None) == count
+    assert set_threads.mock_calls == ([mock.call(count)] if count < 8 else [])
 
 
 @pytest.mark.parametrize(
