@@ -54,6 +54,7 @@ def test_a_rank_builds_its_shards_and_no_full_copy(corpus, tmp_path):
     write_tiny(tmp_path, corpus)
     code, printed = Forked(build_one_shard, tmp_path).wait(120)
     assert code == 0, printed
-    shards, largest, peak = (int(number) for number in printed.split())
+    numbers = printed.splitlines()[-1]  # a stand-in for a group has no timeout, and torch says so
+    shards, largest, peak = (int(number) for number in numbers.split())
     assert 8 * shards > 250e6 and largest > 16e6
     assert shards + largest <= peak < 0.6 * 8 * shards  # 50 MB of it libraries; 80 with CUDA's
