@@ -13,10 +13,11 @@ def count_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    for limit in read_cgroup_limits("cpu", "", "cpu.max"):  # `docker run --cpus=2`: "200000 100000"
-        quota, period = limit.split()
-        if quota != "max":
-            cores = min(cores, max(1, round(int(quota) / int(period))))
+    # `docker run --cpus=2`: "200000 100000"; in version 1 "200000", of a period of 100,000 µs
+    for limit in read_cgroup_limits("cpu", "cpu.cfs_quota_us", "cpu.max"):
+        quota, *period = limit.split()
+        if quota.isdigit():  # else "max", or "-1"
+            cores = min(cores, max(1, round(int(quota) / int(*period or [100_000]))))
     return cores
 
 
@@ -25,14 +26,14 @@ def read_cgroup_limits(controller: str, old_name: str, name: str) -> list[str]:
 
     Args:
         controller: of version 1, such as memory.
-        old_name: of its file; empty: version 1 is not read.
+        old_name: of its file.
         name: of the file in version 2.
     """
     limits = []
     with suppress(OSError, ValueError):  # no Linux, or lines of another form
         for line in OWN_CGROUPS.read_text().splitlines():
             _, controllers, group = line.split(":", 2)  # NUMBER:CONTROLLERS:/PATH; 2 names none
-            if controllers not in ("", controller):
+            if controllers and controller not in controllers.split(","):  # such as cpu,cpuacct
                 continue
             path = CGROUPS / controllers / group.lstrip("/")
             # a container may not see its own group below the root, which then has its limit

@@ -343,13 +343,16 @@ def test_limits_of_a_container(tmp_path, monkeypatch, own, files, limit):
     assert distributed.memory_bytes(torch.device("cpu")) == limit // 2
 
 
-QUOTAS = {"200000 100000": 2, "50000 100000": 1, "250000 100000": 2, "max 100000": 8}
-
-
-@pytest.mark.parametrize("quota", QUOTAS)
-def test_threads_and_workers_of_a_container(tmp_path, monkeypatch, quota):
-    """On 8 cores; torch sees its affinity alone."""
-    write_tree(tmp_path, {"cgroup": b"0::/\n", "mounted/cpu.max": f"{quota}\n".encode()})
+@pytest.mark.parametrize(
+    ("quota", "count"),
+    [("200000 100000", 2), ("50000 100000", 1), ("max 100000", 8), ("300000", 3), ("-1", 8)],
+)
+def test_threads_and_workers_of_a_container(tmp_path, monkeypatch, quota, count):
+    """On 8 cores; torch sees its affinity alone. Version 1 has two files."""
+    own, file = "0::/", "cpu.max"
+    if " " not in quota:
+        own, file = "3:memory:/b\n2:cpu,cpuacct:/a\n0::/", "cpu,cpuacct/cpu.cfs_quota_us"
+    write_tree(tmp_path, {"cgroup": f"{own}\n".encode(), f"mounted/{file}": f"{quota}\n".encode()})
     monkeypatch.setattr(cores, "CGROUPS", tmp_path / "mounted")
     monkeypatch.setattr(cores, "OWN_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
@@ -358,7 +361,6 @@ def test_threads_and_workers_of_a_container(tmp_path, monkeypatch, quota):
     set_threads = mock.Mock()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", set_threads)
-    count = QUOTAS[quota]
     assert cores.count_cores() == count
     assert distributed.set_threads(torch.device("cpu"), None) == count
     assert set_threads.mock_calls == ([mock.call(count)] if count < 8 else [])
