@@ -223,20 +223,7 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         provenance["split"] = split
     with Writer(folder, tokenizer, SHARD_TOKENS) as writer:
         progress = tokenize(writer, inputs, encoder, provenance, args)
-        fault = ""
-        if read_times(list_files(args)[0]) != times:
-            fault = (
-                f"{args.name}: input files changed while they were read, so the set would be of "
-                "neither state: prepare it again when nothing writes to them"
-            )
-        elif min(writer.tokens.values()) < 2:
-            other = f"--val-fraction than {args.val_fraction}"
-            if args.val_source:
-                other = "--val-source: its documents are left out of training"
-            fault = (
-                f"train has {writer.tokens['train']} and val {writer.tokens['val']} token(s), both "
-                f"need 2: give more text, or another {other}"
-            )
+        fault = find_fault(args, times, writer.tokens)
         if fault:
             (partial / PROGRESS_FILE).unlink(missing_ok=True)  # the next try starts over
             raise DataError(fault)
@@ -247,6 +234,29 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
             provenance["losses"] = [loss]
         meta = writer.finish(args.name, provenance, command_line)
     print(f"prepared: {describe_set(meta, folder)}")
+
+
+def find_fault(
+    args: argparse.Namespace, times: list[tuple[Input, int]], tokens: dict[str, int]
+) -> str:
+    """Say why a set of so many `tokens` is of no use; empty if it may be used.
+
+    `times` of its files are from before they were read.
+    """
+    if read_times(list_files(args)[0]) != times:
+        return (
+            f"{args.name}: input files changed while they were read, so the set would be of "
+            "neither state: prepare it again when nothing writes to them"
+        )
+    if min(tokens.values()) >= 2:
+        return ""
+    other = f"--val-fraction than {args.val_fraction}"
+    if args.val_source:
+        other = "--val-source: its documents are left out of training"
+    return (
+        f"train has {tokens['train']} and val {tokens['val']} token(s), both need 2: give more "
+        f"text, or another {other}"
+    )
 
 
 def list_files(args: argparse.Namespace) -> tuple[list[Input], list[str]]:

@@ -255,11 +255,10 @@ def score_task(
     from jinja2 import TemplateError
 
     for task in loaded["tasks"].values():
-        own_fewshot = task.get_config("num_fewshot") or 0
-        if num_fewshot is None:
-            task.set_config(key="num_fewshot", value=own_fewshot)
-        elif task.get_config("num_fewshot") != 0:
-            task.set_config(key="num_fewshot", value=num_fewshot)
+        own_fewshot = task.get_config("num_fewshot")
+        keeps_own = num_fewshot is None or own_fewshot == 0
+        fewshot = own_fewshot or 0 if keeps_own else num_fewshot
+        task.set_config(key="num_fewshot", value=fewshot)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     seed_as_harness()
     try:
