@@ -241,8 +241,7 @@ def score_task(
         name: of the task.
         loaded: from `load_tasks`; may be scored again.
         adapter: of the model.
-        num_fewshot: examples in a prompt, unless the task says 0; None: as many as the task says,
-            else 0.
+        num_fewshot: examples in a prompt, unless the task says 0; None: the task's own, else 0.
         limit: score the first documents of each task only.
 
     Returns:
