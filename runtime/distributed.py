@@ -322,5 +322,6 @@ def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator
     except BaseException:
         _abort_process_group()
         raise
-    dist.barrier(control)  # torchrun gives rank 0, which ends its tracker, 30 s once another ends
+    # Rank 0 may have waited for its tracker, and torchrun kills it 30 s after another rank's end.
+    dist.barrier(control)
     dist.destroy_process_group()

@@ -145,22 +145,21 @@ def init_wandb(mode: str, options: dict[str, Any]) -> tuple[Any, Any]:
     )
     # artifacts wait with the run's other files for `wandb sync`, which another machine may do
     os.environ.setdefault("WANDB_DATA_DIR", f"{options['dir']}/wandb")
-    problem = ""
-    if mode == "online":
-        problem = find_login_problem(wandb) or find_unsent(options)
-    try:
-        if mode == "online" and not problem:
+    if mode == "offline":
+        return wandb.init(**options, mode="offline"), wandb
+    problem = find_login_problem(wandb) or find_unsent(options)
+    if not problem:
+        try:
             run = wandb.init(**options, mode="online")
             print(f"wandb: {run.url}")
             return run, wandb
-    except Exception as error:
-        wandb.teardown()  # otherwise it refuses the id as in use
-        if options.get("id") and "previously created and deleted" in str(error):
-            print("wandb: the run was deleted there: logging to a new one")
-            return init_wandb(mode, options | {"id": None})
-        problem = f"no run online ({first_line(error)})"
-    if problem:
-        print(f"wandb: {problem}: logging offline; `wandb sync` sends it later")
+        except Exception as error:
+            wandb.teardown()  # otherwise it refuses the id as in use
+            if options.get("id") and "previously created and deleted" in str(error):
+                print("wandb: the run was deleted there: logging to a new one")
+                return init_wandb(mode, options | {"id": None})
+            problem = f"no run online ({first_line(error)})"
+    print(f"wandb: {problem}: logging offline; `wandb sync` sends it later")
     return wandb.init(**options, mode="offline"), wandb
 
 
