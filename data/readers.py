@@ -106,8 +106,8 @@ def _open(url: str) -> IO[bytes]:
 
     if url.lower().endswith(".parquet"):
         return xopen(url, "rb")
-    # Not one request for the whole file (block_size=0): where a lost connection cannot be made again
-    # at once, huggingface_hub 2.4.0 reports the end of the file.
+    # Not one request for the whole file (block_size=0): where a lost connection cannot be made
+    # again at once, huggingface_hub 2.4.0 reports the end of the file.
     stream = xopen(url, "rb", block_size=REQUEST_BYTES)
     # its own readline has no limit
     return io.BufferedReader(stream, READ_BYTES)  # pyrefly: ignore[bad-specialization]
