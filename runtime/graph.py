@@ -1,7 +1,7 @@
 """Capture a micro-batch's forward and backward pass as a CUDA graph (train.cuda_graph).
 
 Without it the host launches each of some 900 kernels, which lasts longer than the kernels
-themselves: on an H200 a step of config/125m.toml lasts 103 ms, with it 81 (docs/performance.md).
+themselves: on an H200 a step of config/125m.toml lasts 86 ms, with it 82 (docs/gpu.md).
 """
 
 from collections.abc import Callable, Iterable

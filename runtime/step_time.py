@@ -20,7 +20,7 @@ EXPERTS = 0.55  # their products alone
 MLP = 0.61
 BANDWIDTH = 0.9  # share of the data sheet's: copies reach 4.3 of 4.8 TB/s
 
-# Bytes through memory, by count (tests/test_traced_bytes.py) or from the trace.
+# Bytes through memory, by count or from the trace.
 BLOCK_BYTES = 88  # norms, residual, gradients of q, k, v: per token, channel and layer
 ROUTER_BYTES = 50  # per token, channel and MoE layer; its products are slower than their bytes
 LOGITS_BYTES = 6  # softmax of the head: per token and word

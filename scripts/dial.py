@@ -118,7 +118,7 @@ top_k = {model.top_k}  # the same
 expert_hidden = {model.expert_hidden}  # width / 2 / top_k for bytes; tokens: the paper's
 block_size = {model.block_size}  # quickstart.toml's for bytes; tokens: the paper's
 vocab_size = {model.vocab_size}  # bytes, or GPT-2's tokens; must be data.name's
-router = "{model.router}"  # ties with kern if balanced: docs/results.md
+router = "{model.router}"  # ties with kern under a balance loss: docs/results.md
 pos = "{model.pos}"  # quickstart.toml, of the base
 init_std = {model.init_std}  # of the base; optim.transfer scales it
 
@@ -134,7 +134,7 @@ parallel = "{parallel}"  # the first that fits: docs/scale.md{checkpointing}
 balance_loss_coef = 0.01  # docs/results-tables.md, balance.toml
 
 [optim]
-lr = 0.003  # best of three at the base: docs/results-tables.md
+lr = 0.003  # best of three at gate norm 2: docs/results-tables.md
 transfer = "mup"  # arXiv 2203.03466, 2505.01618; docs/transfer.md
 base_width = 128  # config/quickstart.toml
 base_hidden = 64  # the same

@@ -9,9 +9,12 @@ from operator import attrgetter
 
 import pytest
 from fake_runs import CONFIG
+from runs import REPO_ROOT
 
 import configure
+from runtime.distributed import GPUS
 from runtime.memory import count_parameters
+from scripts import plan
 
 FILES = {file.stem: file for file in sorted((CONFIG / "paper").glob("*.toml"))}
 
@@ -101,8 +104,11 @@ def parameters(model):
 
 @pytest.mark.parametrize("stem", FILES)
 def test_runs_are_those_of_the_paper(stem):
+    """And their hours those of docs/experiments.md."""
     expanded = []
+    hours = 0.0
     for config in runs(stem):
+        hours += plan.estimate_hours(config, 1, GPUS["H100"], None)
         model, train, optim = config.model, config.train, config.optim
         shape = (model.n_expert, model.top_k, model.expert_hidden)
         expanded.append((model.router, config.data.name, shape, config.run.seed, model.block_size))
@@ -121,6 +127,8 @@ def test_runs_are_those_of_the_paper(stem):
         elif stem == "large_model_2.7B":
             total = 2.6 if model.router == "dense" else 14.4
             assert round(counts[0] / 1e9, 1) == total and 2.64e9 < counts[1] < 2.66e9
+    row = f"| `{stem}` | {len(expanded)} | {hours:.0f} |"
+    assert row in (REPO_ROOT / "docs/experiments.md").read_text()
     if stem in PAPER:
         routers, sets, length, shapes = PAPER[stem]
         seeds = [0, 1, 2] if stem == "seeds" else [0]
