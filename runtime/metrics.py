@@ -15,9 +15,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic_core import from_json  # in half of json's time
@@ -41,7 +41,6 @@ ARRAYS = (*VALIDATION_ARRAYS, "router/loads")  # the last: (L, E) tokens of a tr
 # the first line
 HEADER = re.compile(rf'{{"step": 0, "tokens": 0, "{RUN_ID}": "({ID_FORM})"}}\n'.encode())
 LARGEST = 2**63 - 1  # integer that a line may have: numpy's int64
-LIMIT = 8192  # lines of a kind that pages keep; pictures show 60 points
 
 Line = dict[str, Any]  # `step`, `tokens`, and numbers or lists of numbers by name
 
@@ -177,153 +176,37 @@ def prefix_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[Line]:
-    """The lines of a metrics.jsonl; none if it does not exist.
+def read_metrics(path: str | Path) -> list[Line]:
+    """The lines of a metrics.jsonl but the header; none if it does not exist.
 
     A last line that a kill cut short, or that a power failure filled with NUL bytes, is left out.
-
-    Args:
-        path: the file.
-        arrays: names of ARRAYS to add; see `add_arrays`.
 
     Returns:
         Dicts of numbers and lists of numbers, `step` (int) and `tokens` in each.
 
     Raises:
-        RunError: any other line is of another kind, such as one with a number beyond floats, or a
-            file of arrays is damaged; it is named.
+        RunError: any other line is of another kind, such as one with a number beyond floats.
+        ForeignError: the first line has the id of another run than its folder.
     """
     path = Path(path)
-    with naming(path), open_lines(path) as file:
-        lines = [line for _, line in parse_lines(path, file) if line]
-    add_arrays(path, lines, arrays)
-    return lines
-
-
-def open_lines(path: Path) -> BinaryIO:
-    """Open a metrics.jsonl; one that does not exist is empty.
-
-    Raises ForeignError if its first line has the id of another run than its folder.
-    """
+    lines: list[Line] = []
     if not exists(path):
-        return io.BytesIO()
-    file = path.open("rb")
-    header = HEADER.match(file.readline(100))
-    if header:
-        check_origin(path, header[1].decode(), path.parent)
-    file.seek(0)
-    return file
-
-
-def parse_lines(path: Path, file: BinaryIO, number: int = 1) -> Iterator[tuple[bytes, Line]]:
-    """The lines that follow in `file`, the first of which is `number`, as they are and parsed.
-
-    The header has no values. The last line is left out if it was cut short. Raises RunError for any
-    other that is wrong.
-    """
-    for line_number, text in enumerate(file, number):
-        line = _parse_line(text)
-        if line is None and line_number == 1 and HEADER.match(text):
-            line = {}
-        if line is None:
-            if file.read(1) or text.rstrip().endswith(b"}"):  # a whole object, but a wrong one
+        return lines
+    with naming(path), path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            header = HEADER.match(text) if number == 1 else None
+            if header:
+                check_origin(path, header[1].decode(), path.parent)
+                continue
+            line = _parse_line(text)
+            if line is not None:
+                lines.append(line)
+            elif file.read(1) or text.rstrip().endswith(b"}"):  # a whole object, but a wrong one
                 raise RunError(
-                    f"{path}, line {line_number} is not a JSON object of numbers with step and "
+                    f"{path}, line {number} is not a JSON object of numbers with step and "
                     "tokens; remove that line"
                 )
-            return
-        yield text, line
-
-
-class History:
-    """What is drawn of a metrics.jsonl, read on from where the last look ended.
-
-    Attributes:
-        evaluations: lines with val/loss.
-        logs: lines with train/loss.
-        newest: the newest value of each name.
-    """
-
-    def __init__(self) -> None:
-        self.evaluations = Thinned()
-        self.logs = Thinned()
-        self.newest: Line = {}
-        self.count = 0  # lines read
-        self.end = 0  # bytes read
-        self.last = b""  # line read
-
-    def read(self, path: Path) -> None:
-        """Read what was added since the last call; all if that does not end where it ended then.
-
-        Raises RunError as `read_metrics` does.
-        """
-        with naming(path), open_lines(path) as file:
-            file.seek(self.end - len(self.last))
-            is_same = file.read(len(self.last)) == self.last
-            if not (is_same and self.last.endswith(b"\n")):
-                self.__init__()
-                file.seek(0)
-            for text, line in parse_lines(path, file, self.count + 1):
-                if "val/loss" in line:
-                    self.evaluations.add(line)
-                if "train/loss" in line:
-                    self.logs.add(line)
-                self.newest |= line
-                self.last = text
-                self.end += len(text)
-                self.count += 1
-
-
-class Thinned:
-    """Lines of one kind: all up to LIMIT, of more every second, fourth, …; and the last one.
-
-    Lines of equally many steps are kept in all runs that log as often.
-    """
-
-    def __init__(self) -> None:
-        self.kept: list[Line] = []
-        self.stride = 1
-        self.count = 0
-        self.last: Line = {}
-
-    def add(self, line: Line) -> None:
-        """Add the next line."""
-        if self.count % self.stride == 0:
-            self.kept.append(line)
-        if len(self.kept) > LIMIT:
-            del self.kept[1::2]
-            self.stride *= 2
-        self.last = line
-        self.count += 1
-
-    @property
-    def lines(self) -> list[Line]:
-        """The lines, in their order."""
-        if (self.count - 1) % self.stride == 0:  # the last is kept
-            return self.kept
-        return [*self.kept, self.last]
-
-
-def add_arrays(path: Path, lines: Sequence[Line], names: Sequence[str]) -> None:
-    """Add arrays, as lists, to the lines that they were logged with; older runs have them there.
-
-    Args:
-        path: metrics.jsonl, whose lines they are.
-        lines: some of its lines.
-        names: of ARRAYS.
-
-    Raises RunError if a file of arrays is damaged.
-    """
-    for prefix, loss in (("val", "val/loss"), ("router", "train/loss")):
-        own_names = [name for name in names if prefix_of(name) == prefix]
-        rows: dict[int, Line] = {}  # {step: {name: array}}
-        first_step = min((line["step"] for line in lines), default=0)
-        for file in list_arrays(path, prefix) if own_names else ():
-            if last_step_of(file) >= first_step:
-                rows |= load_arrays(file, own_names)
-        for line in lines:
-            if loss in line:
-                line |= rows.get(line["step"], {})
+    return lines
 
 
 def _parse_line(text: bytes) -> Line | None:

@@ -24,7 +24,7 @@ from configure import Config
 from configure.schema import KEYS, Mix, has_effect
 from runtime import FAILURE_FILE, RunError, describe_read_error
 from runtime.identity import RUN_ID, check_origin
-from runtime.metrics import History, Line, add_arrays, read_metrics
+from runtime.metrics import Line, last_step_of, list_arrays, load_arrays, read_metrics
 
 # ---- checkpoints: where they are, and manifest.json
 MANIFEST = "manifest.json"
@@ -297,7 +297,7 @@ class Run:
     # ---- metrics
     @cached_property
     def metrics(self) -> list[Line]:
-        """All lines of metrics.jsonl, without arrays; see `read_metrics`."""
+        """All lines of metrics.jsonl; see `read_metrics`."""
         return read_metrics(self.path / "metrics.jsonl")
 
     @property
@@ -306,30 +306,26 @@ class Run:
         return {line["step"]: line["val/loss"] for line in self.metrics if "val/loss" in line}
 
     @cached_property
-    def history(self) -> History:
-        """What is drawn of its metrics."""
-        history = History()
-        history.read(self.path / "metrics.jsonl")
-        return history
-
-    @cached_property
     def evaluations(self) -> dict[int, Line]:
-        """{step: line with a finite validation loss}; of very many every n-th and the last."""
+        """{step: line with a finite validation loss}."""
         lines = {}
-        for line in self.history.evaluations.lines:
-            if math.isfinite(line["val/loss"]):
+        for line in self.metrics:
+            if math.isfinite(line.get("val/loss", math.nan)):
                 lines[line["step"]] = line
         return lines
 
     @cached_property
     def lines(self) -> list[Line]:
         """Every line that has a loss: evaluations, then those of training."""
-        return [*self.evaluations.values(), *self.history.logs.lines]
+        return [*self.evaluations.values(), *(x for x in self.metrics if "train/loss" in x)]
 
     @cached_property
     def newest(self) -> Line:
         """The newest value of each name in its metrics."""
-        return self.history.newest
+        newest: Line = {}
+        for line in self.metrics:
+            newest |= line
+        return newest
 
     @property
     def last_evaluated(self) -> int:
@@ -346,10 +342,13 @@ class Run:
 
         Raises RunError if their file is damaged or of another run.
         """
-        line: Line = {"step": self.last_evaluated, "val/loss": 0.0}
-        line |= self.evaluations.get(self.last_evaluated, {})
-        add_arrays(self.path / "metrics.jsonl", [line], ["val/loads"])
-        return line.get("val/loads", [])
+        step = self.last_evaluated
+        line = self.evaluations.get(step, {})
+        for file in list_arrays(self.path / "metrics.jsonl", "val"):
+            if last_step_of(file) >= step:
+                line = load_arrays(file, ["val/loads"]).get(step, line)
+                break
+        return line.get("val/loads", [])  # older runs have them in the line
 
     # ---- status
     @property
@@ -373,16 +372,15 @@ class Run:
         """What it does, by the first look or the last `read`."""
         return self.find_status()
 
-    def find_status(self, now: float | None = None) -> Status:
-        """What it does `now`, in seconds since 1970, by its files and its lock."""
-        now = time.time() if now is None else now
+    def find_status(self) -> Status:
+        """What it does now, by its files and its lock."""
         step = max(int(self.newest.get("step", 0)), self.last_step)
         trouble = self._find_trouble()
         trains = self._is_training()
         files = [self.path / "metrics.jsonl", self.path / "lock"]
         written = max((file.stat().st_mtime for file in files if exists(file)), default=0.0)
         if trains:
-            if now - written > SILENT:
+            if time.time() - written > SILENT:
                 # a time, not a duration: the page is built again if a row changed
                 trouble = trouble or f"no metrics since {format_time(written)}"
             return Status("running", step, trouble)
@@ -443,8 +441,7 @@ _last_read: dict[Path, tuple[list | None, Run]] = {}  # {folder: its files then,
 def read_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """Read the runs at these places and below.
 
-    A run whose files have not changed since the last call is not read again; its status is. Of
-    metrics.jsonl only new lines are read.
+    A run whose files have not changed since the last call is not read again; its status is.
 
     Returns:
         The runs, and a line for each folder that is left out.
@@ -456,10 +453,7 @@ def read_runs(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
             files = list_changes(path)
             files_then, run = _last_read.get(path, (None, Run(path)))
             if files != files_then:
-                history = run.history
-                history.read(path / "metrics.jsonl")
                 run = Run(path)
-                run.history = history
                 run.read()
             run.status = run.find_status()  # a lock changes without the files
             _last_read[path] = files, run

@@ -34,7 +34,7 @@ from model import GPT
 from router import Router, Routing
 from runtime import checkpoint, folder
 from runtime.distributed import Ranks
-from runtime.metrics import ARRAYS, read_metrics
+from runtime.metrics import ARRAYS, list_arrays, load_arrays, read_metrics
 from runtime.runs import format_manifest
 
 REPO_ROOT = Path(__file__).parents[1]
@@ -103,9 +103,22 @@ def column(lines: list[dict], key: str) -> list:
     return [line[key] for line in lines if key in line]
 
 
+def read_lines(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl, with their arrays; older runs have these in the lines."""
+    lines = read_metrics(path)
+    for prefix, loss in (("val", "val/loss"), ("router", "train/loss")):
+        rows = {}
+        for file in list_arrays(path, prefix):
+            rows |= load_arrays(file, ARRAYS)
+        for line in lines:
+            if loss in line:
+                line |= rows.get(line["step"], {})
+    return lines
+
+
 def metrics(config: Config) -> list[dict]:
     """The lines of the run's metrics.jsonl, with their arrays."""
-    return read_metrics(folder.path_of(config) / "metrics.jsonl", ARRAYS)
+    return read_lines(folder.path_of(config) / "metrics.jsonl")
 
 
 def checkpoints(config: Config) -> Path:

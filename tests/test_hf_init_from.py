@@ -17,6 +17,7 @@ from runs import (
     checkpoints,
     end,
     flip,
+    metrics,
     run,
 )
 from safetensors.torch import load_file, save_file
@@ -30,7 +31,6 @@ from hf.init_from import read_initial_weights
 from model import GPT
 from router import monte_carlo_scale
 from runtime import RankError, RunError, checkpoint, distributed, folder
-from runtime.metrics import read_metrics
 
 GPT2 = {
     "vocab_size": 257,
@@ -147,7 +147,7 @@ def start_from(tiny, source, *overrides):
 def test_run_starts_where_another_ended_and_resumes_without_it(tiny, source, capsys):
     config = start_from(tiny, source, "run.seed=7", "train.checkpoint_interval=2")
     first = run(config)[0]
-    last = read_metrics(folder.path_of(source) / "metrics.jsonl", ["val/window_losses"])[-1]
+    last = metrics(source)[-1]
     assert (first["step"], last["step"]) == (0, 4)
     assert first["val/window_losses"] == last["val/window_losses"]
     line = f"{folder.path_of(config)}: starts from {folder.path_of(source)}, a run at step 4\n"

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import fuzz
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import largest_file
+from runs import largest_file, read_lines
 
 from runtime import RunError
-from runtime.metrics import ARRAYS, History, Metrics, read_metrics
+from runtime.metrics import ARRAYS, Metrics, read_metrics
 
 
 def log_run(folder, steps=range(6), resume_step=-1):
@@ -36,7 +36,7 @@ def steps(folder, file="metrics.jsonl"):
 
 
 def read_all(folder):
-    lines = read_metrics(folder / "metrics.jsonl", ARRAYS)
+    lines = read_lines(folder / "metrics.jsonl")
     return {(line["step"], name): line[name] for line in lines for name in ARRAYS if name in line}
 
 
@@ -95,69 +95,6 @@ def test_a_kill_at_any_byte_loses_one_line_at_most(tmp_path, cut, nuls):
     assert path.read_bytes().endswith(b"}\n")
 
 
-def read_history(history, path):
-    """What pages see of a file: lines with val/loss, with train/loss, the newest values."""
-    history.read(path)
-    return [*history.evaluations.lines], [*history.logs.lines], history.newest
-
-
-def thin(lines, limit):
-    """Every n-th of the lines, n a power of two: no more than a limit; and the last."""
-    stride = 1
-    while len(lines[::stride]) > limit:
-        stride *= 2
-    return [line for i, line in enumerate(lines) if i % stride == 0 or line is lines[-1]]
-
-
-LOSSES = ["val/loss", "train/loss"]
-
-
-@settings(fuzz, max_examples=60)
-@example([LOSSES] * 40, [0.3])
-@given(
-    st.lists(st.lists(st.sampled_from(LOSSES), max_size=2), max_size=40),
-    st.lists(st.floats(0, 1), max_size=4),
-)
-def test_a_history_is_read_on(tmp_path, names_of_lines, ends):
-    """In parts that end anywhere it is that of the whole file: few lines, and the newest."""
-    lines = []
-    for step, names in enumerate(names_of_lines):
-        lines.append({"step": step, "tokens": 0, **dict.fromkeys(names, float(step))})
-    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    path = tmp_path / "metrics.jsonl"
-    history = History()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.metrics.LIMIT", 4)
-        for end in [*sorted(ends), 1]:
-            path.write_bytes(text[: round(end * len(text))])
-            seen = read_history(history, path)
-    evaluations = [line for line in lines if "val/loss" in line]
-    logs = [line for line in lines if "train/loss" in line]
-    newest = {name: value for line in lines for name, value in line.items()}
-    assert seen == (thin(evaluations, 4), thin(logs, 4), newest)
-
-
-def test_a_history_follows_a_file_that_is_replaced_and_reads_no_old_line_again(tmp_path):
-    path, history = tmp_path / "metrics.jsonl", History()
-    assert read_history(history, path) == ([], [], {})  # no file yet
-    for i, n_lines in enumerate((3, 5, 5, 2, 7)):  # longer, as long, shorter
-        lines = [{"step": 10 * i + j, "tokens": 0, "val/loss": 1} for j in range(n_lines)]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        assert read_history(history, path)[0] == lines
-    with path.open("r+b") as file:
-        file.write(path.read_bytes().replace(b'"val/loss": 1', b'"val/loss": 2', 1))
-        file.seek(0, 2)
-        file.write(b'{"step": 99, "tokens": 0}')
-    assert read_history(history, path) == (lines, [], lines[-1] | {"step": 99})
-    with path.open("ab") as file:  # after a line without its end all is read again
-        file.write(b'\n{"step": 100, "tokens": 0}\n')
-    assert read_history(history, path)[0] == read_metrics(path)[:7] != lines
-    with path.open("ab") as file:
-        file.write(b"[]\n{}")
-    with pytest.raises(RunError, match="line 10 is not"):
-        history.read(path)
-
-
 @pytest.mark.parametrize("killed_at", range(6))
 @pytest.mark.parametrize("saved_at", [-1, 0, 1, 3])
 def test_a_resumed_run_has_the_lines_and_arrays_of_one_that_was_not_killed(
@@ -186,7 +123,7 @@ def test_arrays_are_beside_short_lines(tmp_path):
     assert names_in(tmp_path) == sorted([*files, "router_00000005.npz"])
     arrays = np.load(tmp_path / "arrays/router_00000004.npz")
     assert arrays["step"].tolist() == [3, 4] and arrays["router/loads"].shape == (2, 2, 2)
-    line = read_metrics(tmp_path / "metrics.jsonl", ["val/window_losses"])[-2]
+    line = read_lines(tmp_path / "metrics.jsonl")[-2]
     assert line == {"step": 4, "tokens": 0, "val/loss": 2.0, "val/window_losses": [4, 0.1]}
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from numerics import SEED, assert_near, seeded, tolerance
-from runs import REPO_ROOT, change_facts, read_tables
+from runs import REPO_ROOT, change_facts, read_lines, read_tables
 from scipy import stats
 from test_router import GATES, SPARSE
 
@@ -22,7 +22,6 @@ from eval import routing, traces
 from eval.routing import compare_choices, measure_layer, record_routing, route_text
 from eval.trained import load_model, load_run
 from model import GPT
-from runtime.metrics import read_metrics
 
 NEAR = tolerance(torch.float32, 257, roundings=8)  # as in test_train.py
 
@@ -145,7 +144,7 @@ def test_command_compares_two_checkpoints(made, call):
     printed = call(routing.main, run, "--windows", 6, "--checkpoint", 2, "--other", run)
     file = run / "eval/step_00000002/routing-kern-step_00000004/routing.json"
     report = json.loads(file.read_text())
-    lines = read_metrics(run / "metrics.jsonl", ["val/loads"])
+    lines = read_lines(run / "metrics.jsonl")
     (logged,) = (line for line in lines if "val/loads" in line and line["step"] == 2)
     of_layers = pd.DataFrame(report["layers"])
     assert np.allclose(of_layers.loads.tolist(), logged["val/loads"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from corpora import jsonl, write_ids
 from numerics import SEED, tolerance
-from runs import change_facts, largest_file, read_tables
+from runs import change_facts, largest_file, read_lines, read_tables
 from runs import run as train_run
 
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
@@ -21,7 +21,6 @@ from eval.trained import load_model
 from eval.val_loss import main
 from report.compare import clustered
 from runtime.folder import path_of
-from runtime.metrics import ARRAYS, read_metrics
 
 EOT = 256
 TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, the last one short
@@ -80,7 +79,7 @@ def assert_values(line, wanted):
 
 @pytest.mark.numerics
 def test_loss_equals_the_logged_one(dense_run, score):
-    lines = read_metrics(dense_run / "metrics.jsonl", ARRAYS)
+    lines = read_lines(dense_run / "metrics.jsonl")
     logged = {line["step"]: line for line in lines if "val/loss" in line}
     for step in (2, 4):
         (line,), _ = score("--checkpoint", step, step=step)

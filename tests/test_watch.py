@@ -89,7 +89,8 @@ def test_state(make_run, lines, held, host, quiet, state, trouble, monkeypatch):
         newest, other = ("metrics.jsonl", "lock") if lines else ("lock", "metrics.jsonl")
         os.utime(folder / newest, (0, 4e9))
         os.utime(folder / other, (0, 3e9))
-        status = Run(folder).find_status(4e9 + quiet)
+        monkeypatch.setattr(time, "time", lambda: 4e9 + quiet)
+        status = Run(folder).find_status()
     monkeypatch.undo()
     time.tzset()
     assert (status.state, status.trouble) == (state, trouble)
@@ -216,7 +217,6 @@ def test_files_that_change_are_read_again(tmp_path):
     manifest.write_text("damaged")
     ((run,), _) = read_runs([tmp_path])
     assert run is not again and run.status.trouble.startswith(f"warning: {manifest}: damaged")
-    assert run.history is again.history  # which reads on
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("\nseed = 0\n", "\nseed = 7\n"))
     assert [run.seed for run in read_runs([tmp_path])[0]] == [7]
