@@ -26,7 +26,7 @@ if __name__ == "__main__":
     check_command(sys.argv[1:])
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -216,17 +216,12 @@ def recompute(
     return {"windows": batches.locate(step), "losses": losses.tolist()}
 
 
-def train(
-    config: configure.Config,
-    stop: Stop | None = None,
-    notes: Iterable[str] = (),
-) -> None:
+def train(config: configure.Config, stop: Stop | None = None) -> None:
     """Train the run that `config` describes, from its newest intact checkpoint on.
 
     Args:
         config: checked settings (`configure.load`).
         stop: its `asked` ends the run at a checkpoint; it may be set at any time, by any rank.
-        notes: lines to print after all checks.
 
     Raises:
         RunError: the run cannot start or continue.
@@ -242,8 +237,6 @@ def train(
     # reads only; raises every user error
     plan = plan_run(config, find_scorer(config), find_reader(config))
     config = plan.config
-    for note in notes:
-        distributed.print_once(note)
     with ExitStack() as stack:  # closes everything, the last first, on every path
         stop.check_launcher()
         session = open_session(plan, stop, stack)
@@ -380,7 +373,7 @@ def find_reader(config: configure.Config) -> ReadWeights | None:
 
 def main(argv: list[str], stop: Stop | None = None) -> int:
     """Train from a command line. Returns the exit code."""
-    return launch(argv, lambda config, notes: train(config, stop, notes))
+    return launch(argv, partial(train, stop=stop))
 
 
 if __name__ == "__main__":

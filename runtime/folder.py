@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from math import isfinite, nan
@@ -236,12 +236,12 @@ class RunFolder(Run):
         self.has_begun = True
 
 
-def find_or_rename(config: Config, log: Callable[[str], object] = print_once) -> Config:
+def find_or_rename(config: Config) -> Config:
     """`config` under the name of its run's folder or of a free one, if no name was chosen.
 
     The same config always finds its own folder, also under a shorter name (its sweep had fewer axes
     then). If another config's run is in NAME, this one goes to NAME followed by the settings that
-    differ, such as NAME-lr0.001; `log` is called with a line about it.
+    differ, such as NAME-lr0.001, and a line says so.
 
     Raises:
         RunError: NAME has checkpoints but no config.
@@ -261,7 +261,7 @@ def find_or_rename(config: Config, log: Callable[[str], object] = print_once) ->
     keys = [line.split(":")[0] for line in refused]
     config = _use_free_name(replace(config, "run", name=f"{name}-{_name_settings(kept, keys)}"))
     differences = "; ".join(refused)
-    log(
+    print_once(
         f"{own} holds a run with another config ({differences}); this one goes to {path_of(config)}"
     )
     return config

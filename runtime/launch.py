@@ -145,8 +145,8 @@ def describe_next(run: Path) -> str:
     return "\n".join(lines)
 
 
-def launch(argv: list[str], start: "Callable[[Config, list[str]], None]") -> int:
-    """Call `start` with the config of a command line and notes to print.
+def launch(argv: list[str], start: "Callable[[Config], None]") -> int:
+    """Call `start` with the config of a command line.
 
     Every error that a user can fix is one message. Returns the exit code.
     """
@@ -156,16 +156,15 @@ def launch(argv: list[str], start: "Callable[[Config, list[str]], None]") -> int
     from runtime.folder import find_or_rename, path_of, rename_fresh
 
     config = configure.from_command_line(argv)
-    notes = []
     try:
         if "--fresh" in argv:
             config = rename_fresh(config)
         elif not configure.is_name_chosen(*configure.split_command_line(argv)):
-            config = find_or_rename(config, notes.append)
+            config = find_or_rename(config)
         Output.folder = path_of(config)
         distributed.pick_device(config.train.device)  # also raises for a finished run
         with describe_torch_errors():
-            start(config, notes)
+            start(config)
         distributed.print_once(describe_next(path_of(config)))
     except Stopped as stopped:
         distributed.print_once(str(stopped))

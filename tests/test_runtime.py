@@ -240,7 +240,7 @@ SAID = {  # exit code, and by the first rank, another of its node, and the first
 def test_a_rank_says_its_error_and_ends_at_once(tiny_file, monkeypatch, capsys, error):
     """Threads cannot hold the process."""
 
-    def start(config, notes):
+    def start(config):
         raise error
 
     def leave(code):
@@ -271,7 +271,7 @@ def test_what_a_command_says_at_its_start_and_end(tiny_file, tiny, capsys, monke
     launch.check_command([str(tiny_file), "--data.name=absent", "--train.micro_batch_size=4"])
     monkeypatch.delenv("WORLD_SIZE")
 
-    def stop(config, notes):
+    def stop(config):
         raise Stopped("stopped at step 3")
 
     assert launch.launch([str(tiny_file)], stop) == EXIT_CODE
