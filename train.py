@@ -229,7 +229,7 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
         Stopped: asked to stop; a checkpoint is saved.
     """
     stop = stop or Stop()
-    finished = RunFolder(path_of(config)).close_finished(config)
+    finished = RunFolder(path_of(config)).describe_finished(config)
     if finished:
         return distributed.print_once(finished)
     if config.train.deterministic:

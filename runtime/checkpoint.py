@@ -11,7 +11,6 @@ Reading one executes nothing: torch's readers would unpickle anything, ours acce
 
 import hashlib
 import logging
-import math
 import os
 import pickle
 import shutil
@@ -283,9 +282,10 @@ class Saver(AbstractContextManager["Saver"]):
         rename(temporary, path)
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
-        for old in list_extra(self.folder, self.train):
+        old = set(steps(self.folder)[: -self.train.keep_checkpoints]) - self.train.kept_steps
+        for old_step in sorted(old):
             self._check_folder()
-            remove_checkpoint(old)
+            remove_checkpoint(folder_of(self.folder, old_step))
 
     def _check_folder(self) -> None:
         """Raise RunError if the folder at the run's path is no longer its own."""
@@ -321,13 +321,6 @@ def _copy_to_host(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     return {name: _copy_to_host(part) for name, part in state.items()}
-
-
-def list_extra(folder: Path, train: Train, newest: float = math.inf) -> list[Path]:
-    """The checkpoints up to step `newest` that neither keep_checkpoints nor keep_steps keeps."""
-    saved = [step for step in steps(folder) if step <= newest]
-    old = set(saved[: -train.keep_checkpoints]) - train.kept_steps
-    return [folder_of(folder, step) for step in sorted(old)]
 
 
 def remove_partial_saves(folder: str | Path) -> None:

@@ -19,12 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
-
 import configure
 from common.files import exists, is_file, list_matching, sync_folder, take_lock, write_atomic
 from configure import Config
-from configure.schema import Train, replace, select_keys
+from configure.schema import replace, select_keys
 from runtime import FAILURE_FILE, RunError, Stopped, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
 from runtime.identity import RUN_ID, Identity, read_id, write_id
@@ -124,10 +122,8 @@ class RunFolder(Run):
         last_step = config.train.max_steps
         return step > last_step or (step == last_step and step in self.val_losses)
 
-    def close_finished(self, config: Config) -> str | None:
+    def describe_finished(self, config: Config) -> str | None:
         """One line on the run in it if its newest intact checkpoint is the end, else None.
-
-        Removes what a kill between the last save and the removal of older checkpoints has left.
 
         Raises RunError and ConfigError as `find_changes` does, and RunError if the checkpoint was
         trained with other settings.
@@ -143,20 +139,9 @@ class RunFolder(Run):
             except checkpoint.DamagedError as error:
                 warnings += f"warning: {error}\n"
                 continue
-            config = self.keep_recorded(config)
-            check_settings(config, metadata, path)
-            self._remove_extra(config.train, step)
+            check_settings(self.keep_recorded(config), metadata, path)
             return f"{warnings}{self}: finished already, {self.describe_result(step)}"
         return None
-
-    def _remove_extra(self, train: Train, newest: int) -> None:
-        """Remove what the last save would have removed, unless another process has the folder."""
-        extra = checkpoint.list_extra(self.checkpoint_folder, train, newest)
-        if not extra or os.environ.get("RANK", "0") != "0":
-            return
-        with suppress(RunError), self.claim(Ranks(0, 1, torch.device("cpu"))):
-            for path in extra:
-                checkpoint.remove_checkpoint(path)
 
     def describe_result(self, step: int) -> str:
         """Steps, loss, median speed, if known: `1000 steps, val loss 1.5931, 12,900 tokens/s`."""
