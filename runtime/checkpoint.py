@@ -20,7 +20,7 @@ import time
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import Enum
 from functools import cached_property, partial
@@ -70,7 +70,7 @@ class Saver(AbstractContextManager["Saver"]):
     """Writes a run's checkpoints while training continues. Every rank has one.
 
     Ranks call its methods at the same steps. Leaving the context without an error waits for the
-    last save (`finish`). After an error that all ranks raise, and on a single rank, it waits for
+    last save. After an error that all ranks raise, and on a single rank, it waits for
     the save as well. After any other error another rank may be lost, and a save that needs it is
     given up: its partial folder stays until the next start.
 
@@ -98,7 +98,6 @@ class Saver(AbstractContextManager["Saver"]):
         self.folder = folder
         self.ranks = ranks
         self.limit = 60 * LONGEST_SAVE * train.timeout_minutes  # seconds of a save
-        self.raises = True  # a failed save
         self.train = train
         self.first = ranks.rank == 0
         self.writes = sharded or self.first
@@ -106,17 +105,19 @@ class Saver(AbstractContextManager["Saver"]):
         if sharded and ranks.world_size > 1:
             self.writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.limit))
         self.pending: threading.Thread | None = None  # writes the current save
-        self.failure: RunError | None = None  # failure of the last save
+        self.failure: RunError | None = None  # what ended a save
         self.started = 0.0  # time.monotonic() of the current save
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         on_all_ranks = isinstance(error, RunError) and not isinstance(error, RankError)
         if error is None:
-            self.finish()
+            self.wait()
         elif self.writers is None or on_all_ranks:
-            self.raises = False  # the error that is already raised must not be replaced
-            with suppress(RunError):
+            try:
                 self._wait(self.ranks._replace(control=None))
+            except RunError as failure:  # must not replace the error that is already raised
+                if self.first:
+                    print(f"warning: {failure}", flush=True)
 
     def save(
         self,
@@ -139,7 +140,6 @@ class Saver(AbstractContextManager["Saver"]):
             RunError: the previous save failed.
         """
         self.wait()
-        self.failure = None
         self.started = time.monotonic()
         if self.writes:
             state = _copy_to_host(collect_tensors(model, optimizers, tensors))
@@ -162,15 +162,6 @@ class Saver(AbstractContextManager["Saver"]):
         Raises RunError if it hangs or failed.
         """
         self._wait(self.ranks)
-
-    def finish(self) -> None:
-        """Wait until the last save is complete on all ranks.
-
-        Raises RunError if it hangs or failed.
-        """
-        self.wait()
-        if self.failure:
-            raise self.failure
 
     def hangs(self) -> bool:
         """True if this rank's save has lasted too long; `end_if` hears if any rank's has."""
@@ -203,15 +194,13 @@ class Saver(AbstractContextManager["Saver"]):
         self._report()
 
     def _report(self) -> None:
-        """Report on a save that has ended: raise or print its failure."""
+        """Report on a save that has ended: raise its failure."""
         if self.pending is None:
             return
         self.pending.join()
         self.pending = None
-        if self.failure and self.raises:
+        if self.failure:
             raise self.failure
-        if self.failure and self.first:
-            print(f"warning: {self.failure}", flush=True)
 
     def _save(self, step: int, state: dict, metadata: dict) -> None:
         """Write a checkpoint; the thread `pending` runs it.
@@ -390,26 +379,16 @@ def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
     try:
         manifest = read_manifest(path)
         for name in sorted(manifest["files"])[ranks.rank :: ranks.world_size]:
-            _verify_file(path / name, manifest["files"][name])
+            with describe_read_errors(path / name):
+                entry = _describe_file(path / name)
+            if entry != manifest["files"][name]:
+                raise DamagedError(f"{path / name}: damaged, checksum mismatch")
     except RunError as error:
         fault = error
     faults = [fault for fault in distributed.gather(fault, ranks.control) if fault]
     if faults:  # one that is no damage comes first: nobody may rename the checkpoint
         raise min(faults, key=lambda fault: isinstance(fault, DamagedError))
     return manifest
-
-
-def _verify_file(file: Path, entry: dict[str, Any]) -> None:
-    """Compare a file with its entry in the manifest, its length first: a long one takes minutes.
-
-    Raises DamagedError, or UnreadableError if it cannot be read now.
-    """
-    with describe_read_errors(file):
-        size = file.stat().st_size
-        if size != entry.get("bytes"):
-            raise DamagedError(f"{file}: damaged, {size:,} bytes, not as many as were written")
-        if _describe_file(file) != entry:
-            raise DamagedError(f"{file}: damaged, checksum mismatch")
 
 
 def restore(
