@@ -332,10 +332,7 @@ class Router(nn.Module):
         return Routing(weights * scale, experts, scores, logits)
 
     def extra_repr(self) -> str:
-        text = f"top_k={self.top_k}, {self.spec}"
-        if self.n_group > 1:
-            text += f", within {self.group_k} of {self.n_group} groups"
-        return text if self.hash_table is None else f"{text}, by token id"
+        return f"top_k={self.top_k}, {self.spec}"
 
 
 class DeadTokenGradient(torch.autograd.Function):
