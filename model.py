@@ -306,11 +306,6 @@ class GPT(nn.Module):
         return find_documents(idx, self.document_token, dtype)
 
     @property
-    def first_scored_layer(self) -> int:
-        """The layers before it are hash layers."""
-        return self.config.n_hash_layer
-
-    @property
     def head(self) -> Tensor:
         """(V, C) weight of the LM head."""
         return self.wte.weight if self.lm_head is None else self.lm_head.weight

@@ -46,7 +46,7 @@ from runtime.checkpoint import Saver
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.parallel import set_gradient_sync
-from runtime.preflight import OpenTasks, Plan, ReadWeights, check_plan, plan_run
+from runtime.preflight import InitialWeights, Plan, ScoreTasks, check_plan, plan_run
 from runtime.reporter import Reporter, SilentReporter, describe_experts
 from runtime.state import Statistics, TrainState, build_state
 from runtime.updates import Guard
@@ -104,7 +104,7 @@ def count_step_loads(state: TrainState, micro_batches: list[Batch]) -> Tensor:
 
 
 def auxiliary_loss(
-    train: Train, stats: Stats, step_loads: Tensor | None = None, first_scored: int = 0
+    train: Train, stats: Stats, step_loads: Tensor | None = None, n_hash_layer: int = 0
 ) -> Tensor:
     """Weighted balance loss and z-loss of a micro-batch, mean over layers: (); 0 without routers.
 
@@ -114,7 +114,7 @@ def auxiliary_loss(
         step_loads: (L, E) of the whole step, over all ranks, for scope "global". The loss is linear
             in the scores, so with loads that all micro-batches share it does not depend on how a
             step is divided into micro-batches.
-        first_scored: the layers before it choose no experts by scores: they have no balance loss.
+        n_hash_layer: first layers, which choose no experts by scores: they have no balance loss.
     """
     loss = stats.z_loss.new_zeros(())
     if len(stats.loads) == 0:
@@ -126,7 +126,7 @@ def auxiliary_loss(
             loads = step_loads[:, None]  # (L, 1, E)
         else:
             loads = stats.loads.sum(1, keepdim=True)  # (L, 1, E)
-        by_layer = balance_loss(stats.probability, loads)[first_scored:]
+        by_layer = balance_loss(stats.probability, loads)[n_hash_layer:]
         loss = loss + train.balance_loss_coef * by_layer.mean()
     if train.z_loss_coef:
         loss = loss + train.z_loss_coef * stats.z_loss.mean()
@@ -159,10 +159,10 @@ def run_passes(
     assert out.loss is not None, "there are targets"
     if needs_step_loads(state, train) and accumulation == 1:
         loads = distributed.sum_over_ranks(out.stats.loads.sum(1))
-    aux_loss = auxiliary_loss(train, out.stats, loads, state.model.first_scored_layer)
+    aux_loss = auxiliary_loss(train, out.stats, loads, state.model.config.n_hash_layer)
     ((out.loss + aux_loss) * state.updates.scale / accumulation).backward()
     with torch.no_grad():
-        return state.interval.join(out.loss, aux_loss, out.stats)
+        return state.join(out.loss, aux_loss, out.stats)
 
 
 def forward_backward(
@@ -235,7 +235,7 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
     if config.train.deterministic:
         distributed.make_deterministic()
     # reads only; raises every user error
-    plan = plan_run(config, find_scorer(config), find_reader(config))
+    plan = plan_run(config, open_tasks, read_weights)
     config = plan.config
     with ExitStack() as stack:  # closes everything, the last first, on every path
         stop.check_launcher()
@@ -353,22 +353,18 @@ def run_steps(plan: Plan, session: Session, stop: Stop) -> bool:
             state.interval.vector.zero_()
 
 
-def find_scorer(config: configure.Config) -> OpenTasks | None:
-    """The scorer of eval.tasks; None without tasks: eval is not imported."""
-    if not config.eval.task_names:
-        return None
+def open_tasks(config: configure.Config) -> ScoreTasks:
+    """The scorer of eval.tasks. Without tasks eval is not imported."""
     from eval.in_loop import TaskScores
 
-    return TaskScores
+    return TaskScores(config)
 
 
-def find_reader(config: configure.Config) -> ReadWeights | None:
-    """The reader of train.init_from; None if it is empty."""
-    if not config.train.init_from:
-        return None
+def read_weights(config: configure.Config) -> InitialWeights:
+    """The weights of train.init_from. Without it hf is not imported."""
     from hf.init_from import read_initial_weights
 
-    return read_initial_weights
+    return read_initial_weights(config)
 
 
 def main(argv: list[str], stop: Stop | None = None) -> int:

@@ -38,17 +38,16 @@ class StepGraph:
     They read experts' weights in half precision where `HalfCopies` keeps them.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], enabled: bool, pool: Any = None) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], enabled: bool) -> None:
         """Set up without capturing.
 
         Args:
             parameters: of the model; they get gradients.
             enabled: capture; else every step runs its passes.
-            pool: of torch.cuda.graph_pool_handle, memory that graphs of other models use, too, when
-                they are replayed; None: its own.
         """
         self.parameters = list(parameters)
-        self.pool = pool
+        # of torch.cuda.graph_pool_handle, which graphs of other models share; None: its own
+        self.pool: Any = None
         self.enabled = enabled
         self.n_step = 0
         self.captured: dict[bool, Captured] = {}  # the key is True for the step's first micro-batch

@@ -485,15 +485,15 @@ def _shard(
     fully_shard(model, mp_policy=fp32, **options)
 
 
-def warm_up_ddp_buckets(runner: nn.Module, shape: tuple[int, int], device: torch.device) -> None:
-    """Run a backward pass of zeros through DDP, of inputs with `shape` (B, T).
+def warm_up_ddp_buckets(runner: nn.Module, B: int, T: int, device: torch.device) -> None:
+    """Run a backward pass of zeros through DDP, of inputs (B, T).
 
     DDP reorders its buckets after its first backward pass, and a sum over three ranks or more is
     rounded differently at another place in a bucket. Without this a resumed run's first step would
     differ from an uninterrupted run's.
     """
     if isinstance(runner, DistributedDataParallel):
-        x = torch.zeros(shape, dtype=torch.int64, device=device)
+        x = torch.zeros(B, T, dtype=torch.int64, device=device)
         loss = runner(x, x).loss
         (loss * 0).backward()
 

@@ -18,11 +18,7 @@ from runtime.kernel_check import check_kernels
 from runtime.memory import Memory, plan_memory
 
 ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores
-OpenTasks = Callable[[Config], ScoreTasks]  # its constructor
-
-
 InitialWeights = Any  # hf.init_from.Weights, which imports from here
-ReadWeights = Callable[[Config], InitialWeights]  # hf.init_from.read_initial_weights
 
 
 class Data(NamedTuple):
@@ -75,14 +71,16 @@ class Plan:
 
 
 def plan_run(
-    config: Config, open_tasks: OpenTasks | None = None, read_weights: ReadWeights | None = None
+    config: Config,
+    open_tasks: Callable[[Config], ScoreTasks],
+    read_weights: Callable[[Config], InitialWeights],
 ) -> Plan:
     """Read, check and plan, without changing anything on disk or on a device.
 
     Args:
         config: the run's settings.
-        open_tasks: `eval.in_loop.TaskScores`, if the run has eval.tasks.
-        read_weights: `hf.init_from.read_initial_weights`, if it has train.init_from.
+        open_tasks: opens the scorer of eval.tasks; called if there are any.
+        read_weights: reads the weights of train.init_from; called if the run starts from them.
 
     Raises:
         RunError: the run's folder, device, ranks, initial weights, tasks or packages do not fit its
@@ -107,9 +105,9 @@ def plan_run(
     check_backend(config, device, dtype)
     config = replace(config, "train", dtype=str(dtype).removeprefix("torch."))  # a resume keeps it
     memory = plan_memory(config, device)
-    tasks = open_tasks(config) if open_tasks else None
+    tasks = open_tasks(config) if config.eval.task_names else None
     initial_weights = None
-    if read_weights and last_step == 0 and branch is None:
+    if config.train.init_from and last_step == 0 and branch is None:
         initial_weights = read_weights(config)
 
     logged_run = branch.trunk if branch else run

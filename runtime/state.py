@@ -1,6 +1,5 @@
 """The training state: what a step changes and a checkpoint holds."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
@@ -72,14 +71,9 @@ class Statistics:
         n_expert: int,
         device: torch.device,
         n_bin: int = 0,
-        join: Callable[..., Tensor] = join,
     ) -> None:
-        """Zeros for L = `n_layer` layers with a router, E = `n_expert` and M = `n_bin`.
-
-        `join` may be compiled.
-        """
+        """Zeros for L = `n_layer` layers with a router, E = `n_expert` and M = `n_bin`."""
         self.shape = (n_layer, n_expert, device)
-        self.join = join
         n_metric = len(MEASURED_FIELDS)
         n_load = n_layer * n_expert
         sizes = (3, n_metric * n_layer, n_load, n_load * n_bin)
@@ -92,7 +86,7 @@ class Statistics:
 
     def new(self, n_bin: int = 0) -> "Statistics":
         """Zeros of the same shape, but with M = `n_bin`."""
-        return Statistics(*self.shape, n_bin, join=self.join)
+        return Statistics(*self.shape, n_bin)
 
     @torch.no_grad()
     def to_step_means(self, micro_batches: float) -> None:
@@ -140,6 +134,7 @@ class TrainState(AbstractContextManager["TrainState"]):
         selection_bias: moves the routers' selection biases.
         average: the running mean of the weights, if the run keeps one.
         interval: statistics of the steps since the last line of metrics.
+        join: the function of that name, perhaps compiled.
         graph: runs the passes of micro-batches, as a CUDA graph with train.cuda_graph.
     """
 
@@ -171,33 +166,14 @@ class TrainState(AbstractContextManager["TrainState"]):
         for mixture in self.mixtures:
             mixture.counts_margins = self.selection_bias.n_bin > 0
         self.average = WeightAverage(self.model, train.ema_decay) if train.ema_decay else None
-        self.interval = Statistics(
-            len(self.mixtures),
-            config.model.n_expert,
-            plan.device,
-            join=torch.compile(join, fullgraph=True) if compiles else join,
-        )
+        self.interval = Statistics(len(self.mixtures), config.model.n_expert, plan.device)
+        self.join = torch.compile(join, fullgraph=True) if compiles else join
         is_sharded = compute.sharded or distributed.world_size() > 1
         has_kernels = self.half.by_kernel or not layers
         captures = can_capture(
             train.cuda_graph, plan.device, is_sharded, has_kernels, sum(plan.memory)
         )
         self.graph = StepGraph(self.model.parameters(), captures)
-
-    def restore(self, start: Start) -> None:
-        """Load the checkpoint, if there is one.
-
-        Raises RunError if it does not fit.
-        """
-        if start.step:
-            parts = self.optimizer.parts
-            checkpoint.restore(start.checkpoints, start.step, self.model, parts, self.tensors)
-
-    def warm_up(self, shape: tuple[int, int]) -> None:
-        """Let DDP order its buckets, with inputs of `shape` (B, T); no trace of it remains."""
-        with self.compute.autocast():
-            warm_up_ddp_buckets(self.runner, shape, self.compute.device)
-        self.optimizer.zero_grad(set_to_none=False)
 
     def __exit__(self, *error: object) -> None:
         # Before the process group ends: as its last owner DDP's destructor would wait for gloo's
@@ -354,6 +330,10 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     model = build_model(config, plan.data.document_token)
     runner = place_model(plan, model, compute, ranks)
     state = TrainState(plan, start, model, runner, compute)
-    state.restore(start)
-    state.warm_up((train.micro_batch_size, config.model.block_size))
+    if start.step:
+        parts = state.optimizer.parts
+        checkpoint.restore(start.checkpoints, start.step, model, parts, state.tensors)
+    with compute.autocast():
+        warm_up_ddp_buckets(runner, train.micro_batch_size, config.model.block_size, plan.device)
+    state.optimizer.zero_grad(set_to_none=False)
     return state

@@ -120,7 +120,9 @@ def test_what_cannot_be_a_branch_is_refused(module_tiny, unchanged_trunk, overri
 def test_branch_takes_the_dtype_of_its_trunk_and_not_its_wandb_run(
     module_tiny, unchanged_trunk, monkeypatch
 ):
-    plan = plan_run(branch(module_tiny, unchanged_trunk, "train.max_steps=8", "train.dtype=auto"))
+    plan = plan_run(
+        branch(module_tiny, unchanged_trunk, "train.max_steps=8", "train.dtype=auto"), None, None
+    )
     assert plan.dtype == torch.float16 and plan.config.train.dtype == "float16"
     monkeypatch.setattr(
         checkpoint, "verify", lambda *_: {"facts": {"data": "a hash", "wandb": "an id"}}

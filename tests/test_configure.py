@@ -516,17 +516,17 @@ def test_a_formula_is_a_router(tiny_file):
     config = load(tiny_file, ["--model.router=tanh, post=l2 over topk", "--run.name="])
     assert config.run.name == "tiny-tanh-post-l2-over-topk"
     with pytest.raises(RunError, match="model.router: norm 'l9' is not one of"):
-        plan_run(load(tiny_file, ["--model.router=tanh, post=l9"]))
+        plan_run(load(tiny_file, ["--model.router=tanh, post=l9"]), None, None)
 
 
 @pytest.mark.parametrize("router", ["softmax-renorm", "tanh, post=l2 over topk"])
 def test_a_router_without_gradient_is_warned_of(tiny_file, capsys, router):
     overrides = [f"--model.router={router}", "--model.top_k=1"]
-    plan_run(load(tiny_file, overrides))
+    plan_run(load(tiny_file, overrides), None, None)
     warning = capsys.readouterr().out
     assert warning.count("warning: model.top_k = 1 with") == 1
     for remedy in re.findall(r"--model\.\w+=\w+", warning):
-        plan_run(load(tiny_file, [*overrides, remedy]))
+        plan_run(load(tiny_file, [*overrides, remedy]), None, None)
         assert "warning" not in capsys.readouterr().out
 
 

@@ -92,9 +92,9 @@ def test_what_a_mask_refuses(tiny, tmp_path):
     with pytest.raises(
         DataError, match="its training split is one document, so.*one to a file or to a row"
     ):
-        plan_run(tiny(MASKED, *one))
-    plan_run(tiny(*one))
+        plan_run(tiny(MASKED, *one), None, None)
+    plan_run(tiny(*one), None, None)
     write_ids(tmp_path / "many", np.tile(ids, 2), ids)
     mix = [f"data.dir={tmp_path}", "data.mix={many = 1, one = 1}"]
     with pytest.raises(DataError, match=f"^{tmp_path}/one: its training split is one document"):
-        plan_run(tiny(MASKED, *mix))
+        plan_run(tiny(MASKED, *mix), None, None)

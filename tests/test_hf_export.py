@@ -350,7 +350,7 @@ def test_aux_loss_is_that_of_training(exported, number):
         theirs.gradient_checkpointing_enable({"use_reentrant": number % 3 == 1})
     idx = random_ids(3, 32)
     wanted = train.auxiliary_loss(
-        trained.config.train, own(idx, idx).stats, first_scored=own.first_scored_layer
+        trained.config.train, own(idx, idx).stats, n_hash_layer=own.config.n_hash_layer
     )
     output = theirs(idx, labels=idx, output_router_logits=True)
     plain = theirs(idx, labels=idx)

@@ -127,7 +127,7 @@ def train_step(model, way, ranks, optim, batch, **options):
     """Two passes and a step of a rank: what it has to agree in, and what it holds."""
     runner = distribute(model, way, ranks, torch.float64, **options)
     model = getattr(runner, "module", runner)
-    warm_up_ddp_buckets(runner, (1, 32), CPU)
+    warm_up_ddp_buckets(runner, 1, 32, CPU)
     losses = 0.0
     for number, rows in enumerate(batch):
         set_gradient_sync(runner, way, number == N_PASS - 1)
