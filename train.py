@@ -329,7 +329,7 @@ def run_steps(plan: Plan, session: Session, stop: Stop) -> bool:
             if due.save:
                 report.sync()
                 metadata = state.metadata | report.metadata
-                saver.save(step, state.model, state.optimizer.parts, state.tensors, metadata)
+                saver.save(step, state.model, state.optimizer.state, state.tensors, metadata)
                 cadence.note_save(step)
             saver.poll()
         if due.stop or step >= max_steps:

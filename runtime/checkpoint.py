@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import Enum
@@ -123,7 +123,7 @@ class Saver(AbstractContextManager["Saver"]):
         self,
         step: int,
         model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
+        moments: dict,
         tensors: dict,
         metadata: dict,
     ) -> None:
@@ -132,7 +132,7 @@ class Saver(AbstractContextManager["Saver"]):
         Args:
             step: optimizer steps done.
             model: weights and buffers to save.
-            optimizers: torch's optimizers, for their moments.
+            moments: {parameter: its step count and moments}.
             tensors: {name: tensor}, may be nested.
             metadata: everything else, as JSON can hold it.
 
@@ -142,7 +142,7 @@ class Saver(AbstractContextManager["Saver"]):
         self.wait()
         self.started = time.monotonic()
         if self.writes:
-            state = _copy_to_host(collect_tensors(model, optimizers, tensors))
+            state = _copy_to_host(collect_tensors(model, moments, tensors))
             # A daemon: stuck in a collective, another thread would keep the process alive for an
             # hour. It is joined before the interpreter ends, since a daemon that still frees
             # tensors then aborts the process.
@@ -391,19 +391,13 @@ def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
     return manifest
 
 
-def restore(
-    folder: str | Path,
-    step: int,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    tensors: dict,
-) -> None:
+def restore(folder: str | Path, step: int, model: nn.Module, moments: dict, tensors: dict) -> None:
     """Restore what `Saver.save` copied at `step`, in place. Every rank calls it.
 
     Raises:
         RunError: the checkpoint does not fit the model, the optimizer or `tensors`.
     """
-    _fill_tensors(Reader(folder_of(folder, step)), collect_tensors(model, optimizers, tensors))
+    _fill_tensors(Reader(folder_of(folder, step)), collect_tensors(model, moments, tensors))
 
 
 def open_weights(
@@ -461,9 +455,7 @@ class LazyTensors(UserDict[str, Any]):
         self.data[key] = lambda: item
 
 
-def collect_tensors(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tensors: dict[str, Tensor]
-) -> dict[str, Any]:
+def collect_tensors(model: nn.Module, moments: dict, tensors: dict) -> dict[str, Any]:
     """All tensors of a checkpoint, nested: not copies, so that reading into them restores a run.
 
     In one order, so that equal states give equal files. The optimizers' settings are left out: they
@@ -472,15 +464,9 @@ def collect_tensors(
     # First: it makes FSDP2 put back the shards of modules that are still gathered, as the root is
     # after a forward pass. Their gathered parameters are not the optimizer's.
     weights = model.state_dict()
-    states: dict[Any, Any] = {}
-    for optimizer in optimizers:
-        states.update(optimizer.state)
-    moments = {}
-    for name, p in model.named_parameters():
-        if p in states:
-            moments[name] = states[p]
-    assert len(moments) == len(states)
-    return {"model": weights, "optimizer": moments, "run": tensors}
+    by_name = {name: moments[p] for name, p in model.named_parameters() if p in moments}
+    assert len(by_name) == len(moments)
+    return {"model": weights, "optimizer": by_name, "run": tensors}
 
 
 def _fill_tensors(reader: "Reader", state: dict[str, Any]) -> None:

@@ -331,8 +331,8 @@ def build_state(plan: Plan, ranks: Ranks) -> TrainState:
     runner = place_model(plan, model, compute, ranks)
     state = TrainState(plan, start, model, runner, compute)
     if start.step:
-        parts = state.optimizer.parts
-        checkpoint.restore(start.checkpoints, start.step, model, parts, state.tensors)
+        moments = state.optimizer.state
+        checkpoint.restore(start.checkpoints, start.step, model, moments, state.tensors)
     with compute.autocast():
         warm_up_ddp_buckets(runner, train.micro_batch_size, config.model.block_size, plan.device)
     state.optimizer.zero_grad(set_to_none=False)

@@ -71,11 +71,11 @@ class Training:
         self.interval += loss.item()
 
     def save(self, saver, step):
-        saver.save(step, self.model, self.optimizer.parts, {"interval": self.interval}, {})
+        saver.save(step, self.model, self.optimizer.state, {"interval": self.interval}, {})
 
     def load(self, folder, step):
         checkpoint.restore(
-            folder, step, self.model, self.optimizer.parts, {"interval": self.interval}
+            folder, step, self.model, self.optimizer.state, {"interval": self.interval}
         )
 
     def tensors(self):
