@@ -316,18 +316,17 @@ REFUSED = {
     "tanh,": NOT_A_TERM,
     "cosh, gamma": "phi 'cosh' is not one of identity",
     "tanh, post=l3 over all": "norm 'l3 over all' is not",
-    f"tanh, c={'9' * 400}": "9999 is not between 1e-38 and",
-    "tanh, c=0": "c=0 is not between",
+    "tanh, c=0": NOT_A_TERM,
     "exp, c=2": "needs a post norm",
     "tanh, pre=l2 over all, c=monte_carlo": "'relu' after pre 'l2 over all'",
     "tanh, pre=l2 over topk, post=l1 over all": "no meaning; take post=l1 over topk",
     # top_k, n_group and group_k
-    (0, 1, 1): f"top_k 0 must lie between 1 and n_expert {E}",
-    (E + 1, 1, 1): f"top_k {E + 1} must lie between 1 and n_expert {E}",
-    (K, 3, 1): f"n_group 3 must divide n_expert {E}, and",
-    (K, 4, 5): "group_k 5 must lie between 1 and n_group",
-    (K, 4, 0): "group_k 0 must lie between 1 and n_group",
-    (K, 8, 1): "top_k 4 is more than the 2 experts of group_k 1 groups",
+    (0, 1, 1): f"top_k 0 must lie between 1 and the {E} experts",
+    (E + 1, 1, 1): f"top_k {E + 1} must lie between 1 and the {E} experts",
+    (K, 3, 1): f"n_group 3 must divide n_expert {E}",
+    (K, 4, 5): "group_k 5 groups, at most n_group",
+    (K, 4, 0): "the 0 experts of group_k 0 groups",
+    (K, 8, 1): "top_k 4 must lie between 1 and the 2 experts of group_k 1 groups",
 }
 
 
