@@ -182,12 +182,14 @@ class SelectionBias:
         for router, of_router, histogram in zip(self.routers, loads, margins, strict=True):
             bias = router.selection_bias
             old_bias = bias.clone()
-            if self.rate and router.hash_table is None:
-                update_selection_bias(bias, of_router, self.rate * taken)
-            if self.n_bin and router.hash_table is None:
+            if router.hash_table is not None:
+                pass
+            elif self.n_bin:
                 bounds = router.spec.score_range
                 solved = solve_selection_bias(bias, histogram, router.top_k, bounds)
                 bias.copy_(torch.where(taken, solved, bias))
+            else:
+                update_selection_bias(bias, of_router, self.rate * taken)
             distances.append((bias - old_bias).abs().mean())
         if self.n_bin and distances:  # a dense model has none
             self.moved = torch.stack(distances)

@@ -360,9 +360,6 @@ def plan_memory(config: Config, device: torch.device) -> Memory:
     estimates = estimate_parallelisms(config, shapes, *ranks)
     problem = describe_rank_problem(config, *ranks)
     if problem:
-        if device.type == "cpu" and "ddp" in estimates:  # more ranks here would be no remedy
-            alone = replace(config, "train", parallel="ddp")
-            check_host(alone, estimates["ddp"], device)
         raise RunError(problem)
     capacity = distributed.memory_bytes(device)
     if device.type == "cuda" and capacity is not None:

@@ -300,7 +300,6 @@ def test_commands_refuse_a_model_that_the_host_cannot_hold(
         (1, "its weights", sample.main, folder),
         (1, "its weights", routing.main, folder),
         (1, "its state and", train.main, *new),
-        (1, "its state and", train.main, *new, "--train.parallel=zero2"),
         (2, "its export", export.main, folder, out),
         (4, "its export", export.main, folder, out, "--check"),
     ):
