@@ -193,7 +193,7 @@ def format_bar(name: str, loss: float | None = None, speed: float = 0.0) -> str:
     if loss is not None:
         parts.append(f"{speed:,.0f} tokens/s")
     name = name.replace("{", "{{").replace("}", "}}")
-    return f"{', '.join(parts)} |{{bar}}| {{elapsed}}, {name}"
+    return f"{', '.join(parts)}, {{elapsed}}, {name} |{{bar}}|"
 
 
 def format_millions(count: int) -> str:
