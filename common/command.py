@@ -1,7 +1,6 @@
 """The frame of every command: help, one-line errors, exit codes, Ctrl-C and a closed stdout."""
 
 import argparse
-import errno
 import functools
 import os
 import sys
@@ -55,19 +54,13 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
 
 
 def describe_error(error: ValueError | OSError) -> str:
-    """The message of an error; that of an OSError starts with its path and says what it is."""
+    """The message of an error; that of an OSError starts with its path."""
     path = getattr(error, "filename2", None) or getattr(error, "filename", None)
-    if isinstance(error, IsADirectoryError):
-        return f"{path}: a folder, where a file is needed"
     # FileExistsError: a folder that is to be created
     if isinstance(error, FileExistsError | NotADirectoryError):
         return f"{path}: a file is where a folder is needed"
-    if isinstance(error, FileNotFoundError):
-        return f"{path}: no such file or folder"
-    if isinstance(error, PermissionError) and path:
-        return f"{path}: permission denied; give yourself the right, or name another place"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC and path:
-        return f"{path}: no space left; make room, or name another place"
+    if isinstance(error, OSError) and path:
+        return f"{path}: {error.strerror}"
     return str(error)
 
 

@@ -62,16 +62,13 @@ def raising(error):
 
 
 FULL = errno.ENOSPC
-FORBIDDEN = errno.EACCES
 REPORTED = [  # error, what a command says of it
     (ValueError("two words"), "two words"),
     (OSError(FULL, "No space left"), f"[Errno {FULL}] No space left"),
     (FileExistsError(17, "", "/x"), "/x: a file is where a folder is needed"),
     (NotADirectoryError(20, "", "/x"), "/x: a file is where a folder is needed"),
-    (IsADirectoryError(21, "", "/x"), "/x: a folder, where a file is needed"),
-    (FileNotFoundError(2, "", "/a", None, "/x"), "/x: no such file or folder"),
-    (OSError(FORBIDDEN, "", "/x"), "/x: permission denied; give yourself the right, or name"),
-    (OSError(FULL, "", "/x"), "/x: no space left; make room, or name another place"),
+    (FileNotFoundError(2, "No such file", "/a", None, "/x"), "/x: No such file"),
+    (OSError(FULL, "No space left on device", "/x"), "/x: No space left on device"),
     (ModuleNotFoundError(name="no_such.part"), "no_such not installed: pip install -r "),
 ]
 
