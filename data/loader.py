@@ -41,8 +41,8 @@ def count_windows(tokens: Tokens, block_size: int) -> int:
     return (len(tokens) - 1) // block_size
 
 
-class JoinedTokens:
-    """The same split of several sets as one: the windows of the first set, then of the second.
+class Windows:
+    """The windows of the same split of several sets: those of the first set, then of the second.
 
     Raises DataError if a part has no window.
     """
@@ -53,21 +53,24 @@ class JoinedTokens:
         counts = (count_windows(part, block_size) for part in parts)
         self.starts = [0, *accumulate(counts)]  # first window of each part, and the end
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        """The first `count` tokens of the window that starts at `start`, a multiple of T.
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Read windows `indices` (B,) int64: inputs and targets, (B, T) int64 each.
 
-        See `Tokens.read`.
+        Raises DataError, see `Tokens.read`.
         """
-        window = start // self.block_size
-        number = bisect_right(self.starts, window) - 1
-        return self.parts[number].read((window - self.starts[number]) * self.block_size, count)
+        ids = np.empty((len(indices), self.block_size + 1), np.uint16)
+        for row, index in enumerate(indices.tolist()):
+            part = bisect_right(self.starts, index) - 1
+            start = (index - self.starts[part]) * self.block_size
+            ids[row] = self.parts[part].read(start, self.block_size + 1)
+        return ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
 
 
 class Loader:
     """Training batches. The batch of a step is the same for any number of ranks or micro-batches.
 
     Args:
-        tokens: the training split, or the training split of each of S sets.
+        parts: the training split of each of S sets.
         block_size: T, tokens per window.
         batch_size: windows per step, over all ranks.
         seed: decides the order of the windows.
@@ -76,17 +79,15 @@ class Loader:
 
     def __init__(
         self,
-        tokens: Tokens | Sequence[Tokens],
+        parts: Sequence[Tokens],
         block_size: int,
         batch_size: int,
         seed: int,
         weights: Sequence[float] = (1.0,),
     ) -> None:
-        parts = [tokens] if isinstance(tokens, Tokens) else tokens
-        self._tokens = JoinedTokens(parts, block_size)
-        self._counts = np.diff(self._tokens.starts)  # (S,) windows of each set
+        self._windows = Windows(parts, block_size)
+        self._counts = np.diff(self._windows.starts)  # (S,) windows of each set
         self._shares = to_shares(weights)
-        self._block_size = block_size
         self._batch_size = batch_size
         self._seed = seed
 
@@ -102,7 +103,7 @@ class Loader:
 
         Steps count from 0. Returns inputs and targets, (count, T) int64 each.
         """
-        return windows(self._tokens, self.indices(step, start, count), self._block_size)
+        return self._windows.read(self.indices(step, start, count))
 
     def indices(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
         """The windows of rows [start, start + count), (count,) int64, numbered over all sets."""
@@ -113,7 +114,7 @@ class Loader:
         sets, numbers = assign_rows(first + np.arange(count), self._shares)
         sizes = self._counts[sets]
         epochs, positions = np.divmod(numbers, sizes)
-        first_windows = np.array(self._tokens.starts)[sets]
+        first_windows = np.array(self._windows.starts)[sets]
         return first_windows + permute(positions, sizes, self._seed, epochs)
 
 
@@ -188,7 +189,7 @@ def sample_documents(sizes: np.ndarray, count: int) -> np.ndarray:
 class Validation(NamedTuple):
     """The windows of every evaluation."""
 
-    tokens: Tokens | JoinedTokens
+    source: Windows
     windows: np.ndarray  # (W,) int64, indices of windows
     documents: np.ndarray  # (W,) int64, a number for each document
     sets: np.ndarray  # (W,) int64, index of the window's set
@@ -205,12 +206,12 @@ def choose_validation(
 
     `count` is split between the sets by weight; a set that is too short gives all its windows.
     """
-    joined = JoinedTokens(parts, block_size)
-    counts = split_windows(count, weights, np.diff(joined.starts).tolist())
+    source = Windows(parts, block_size)
+    counts = split_windows(count, weights, np.diff(source.starts).tolist())
     windows = []
     documents = []
     next_document = 0
-    for part, first_window, part_count in zip(parts, joined.starts[:-1], counts, strict=True):
+    for part, first_window, part_count in zip(parts, source.starts[:-1], counts, strict=True):
         indices = fixed_windows(part, block_size, part_count)
         part_documents = next_document + window_documents(part, block_size, indices)
         next_document = part_documents[-1] + 1
@@ -219,7 +220,7 @@ def choose_validation(
     sizes = np.array([len(indices) for indices in windows])
     factors = np.array(weights) / np.sum(weights) * sizes.sum() / sizes  # exactly 1 for one set
     return Validation(
-        tokens=joined,
+        source=source,
         windows=np.concatenate(windows),
         documents=np.concatenate(documents),
         sets=np.repeat(np.arange(len(parts)), sizes),
@@ -260,19 +261,6 @@ def _has_end(tokens: Tokens, start: int, stop: int) -> bool:
         if (tokens.read(first, min(STRETCH, stop - first)) == tokens.eot).any():
             return True
     return False
-
-
-def windows(
-    tokens: Tokens | JoinedTokens, indices: np.ndarray, block_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Read windows `indices` (B,) int64: inputs and targets, (B, T) int64 each.
-
-    Raises DataError, see `Tokens.read`.
-    """
-    ids = np.empty((len(indices), block_size + 1), np.uint16)
-    for row, index in enumerate(indices):
-        ids[row] = tokens.read(int(index) * block_size, block_size + 1)
-    return ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
 
 
 def prefetch(items: Iterable[T]) -> Generator[T, None, None]:

@@ -33,7 +33,7 @@ from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
 from common.measures import MEASURES
 from common.text import text_table
-from data.loader import choose_validation, windows
+from data.loader import choose_validation
 from data.tokenizer import Tokenizer
 from eval.generation import encode_prompt
 from eval.traces import Trace, find_routers, record_decisions, trace_windows, write_trace
@@ -249,7 +249,7 @@ def read_validation(trained: Trained, args: argparse.Namespace) -> tuple[np.ndar
     block_size = trained.config.model.block_size
     sets = [open_set(trained, folder, "val") for folder in folders]
     chosen = choose_validation(sets, block_size, args.windows, weights)
-    inputs, targets = windows(chosen.tokens, chosen.windows, block_size)
+    inputs, targets = chosen.source.read(chosen.windows)
     return np.concatenate([inputs, targets[:, -1:]], 1), name
 
 

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from balance import balance_loss, summarize_routing
 from common.measures import MEASURES
 from configure import Config
-from data.loader import Validation, prefetch, windows
+from data.loader import Validation, prefetch
 from model import Output
 from runtime import distributed
 from runtime.batches import score, to_host_tensors
@@ -71,7 +70,7 @@ def measure_loss(
     # Under FSDP2 every rank must join every forward pass. A rank without windows of its own reads
     # any window and does not count it.
     batches = prefetch(
-        read_windows(part if len(part) else indices[:1], validation, config, ranks)
+        to_host_tensors(validation.source.read(part if len(part) else indices[:1]), ranks.device)
         for part in parts
     )
     fields = [m.field for m in MEASURES.values() if m.field and m.in_validation]
@@ -106,14 +105,6 @@ def measure_loss(
     measured = dict(zip(fields, means, strict=True))
     measured["balance_loss"] = balance_loss(probability / len(indices), loads)
     return values | summarize_routing("val", loads.long(), measured)
-
-
-def read_windows(
-    indices: np.ndarray, validation: Validation, config: Config, ranks: Ranks
-) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of validation windows, (B, T) int64 each, in host memory."""
-    batch = windows(validation.tokens, indices, config.model.block_size)
-    return to_host_tensors(batch, ranks.device)
 
 
 def average_mixture(losses: Tensor, validation: Validation, names: list[str]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from runs import REPO_ROOT
 
 from data import DataError, bins, tokenizer
 from data.bins import check_dataset, fingerprint, open_tokens
-from data.loader import windows
+from data.loader import Windows
 from data.tokenizer import (
     GPT2Tokenizer,
     identity,
@@ -200,11 +200,11 @@ def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(tmp_path, monkey
         verify_dataset(folder)
     tokens = open_tokens(folder, "train")
     says = f"train split of .*set: id 257 at token {place}, .*file with python -m data.verify"
-    windows(tokens, np.arange((place - 1) // 9), 9)  # those before it
+    Windows([tokens], 9).read(np.arange((place - 1) // 9))  # those before it
     # the window that has it, and from the first shard into the third
     for indices, block_size in (([0, place // 9, 1], 9), ([0], 549)):
         with pytest.raises(DataError, match=says):
-            windows(tokens, np.array(indices), block_size)
+            Windows([tokens], block_size).read(np.array(indices))
 
 
 # what a split of many files and of many bytes takes

@@ -38,7 +38,7 @@ def counting(n: int) -> Tokens:
 def test_every_window_once_an_epoch_however_batches_are_sliced(
     n_windows, batch_size, block_size, seed, cut
 ):
-    read = Loader(counting(n_windows * block_size + 1), block_size, batch_size, seed)
+    read = Loader([counting(n_windows * block_size + 1)], block_size, batch_size, seed)
     cut = min(cut, batch_size)
     seen = []
     for step in range(-(-3 * n_windows // batch_size)):
@@ -61,7 +61,7 @@ def test_order_is_frozen():
     epoch, first = divmod(10 * 10**9, 25)  # a far step of 10 of 25 windows
     order = permute(np.arange(25), 25, 1, np.full(25, epoch)).tolist()
     assert (
-        Loader(counting(101), 4, 10, seed=1).indices(10**9, 2, 5).tolist()
+        Loader([counting(101)], 4, 10, seed=1).indices(10**9, 2, 5).tolist()
         == order[first + 2 : first + 7]
     )
     # and validation: the example of `sample_documents`, whose points are at 1/2, 5/4, 3/2 and 9/2
@@ -144,9 +144,9 @@ def test_validation_takes_no_more_of_a_document_than_it_needs(
 
 
 def test_too_few_tokens_for_a_window():
-    for chosen in (Loader(counting(9), 8, 1, 0).indices(0), fixed_windows(counting(9), 8, 1)):
+    for chosen in (Loader([counting(9)], 8, 1, 0).indices(0), fixed_windows(counting(9), 8, 1)):
         assert chosen.tolist() == [0]
-    for read in (lambda: Loader(counting(8), 8, 1, 0), lambda: fixed_windows(counting(8), 8, 1)):
+    for read in (lambda: Loader([counting(8)], 8, 1, 0), lambda: fixed_windows(counting(8), 8, 1)):
         with pytest.raises(DataError, match="8 tokens, but one .* needs 9.*model.block_size"):
             read()
 

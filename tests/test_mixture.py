@@ -122,7 +122,7 @@ def test_each_set_is_read_as_if_alone():
             for row in mixture.batch(step, *slice_)[0]:
                 seen[row[0] // 10_000].append(row)
     for part, mine, weight in zip(parts, seen, [5, 2, 3], strict=True):
-        alone = Loader(part, 4, len(mine), seed=3).batch(0)[0]
+        alone = Loader([part], 4, len(mine), seed=3).batch(0)[0]
         assert abs(len(mine) - 1120 * weight / 10) < 1 and np.array_equal(mine, alone)
 
 

@@ -79,7 +79,7 @@ def test_the_losses_are_those_of_train(small):
     torch.manual_seed(small.run.seed)  # the weights that train.py began with
     model.load_state_dict(rename(GPT(small.model)))
     tokens = open_tokens(small.data.folders[0], "train")
-    loader = Loader(tokens, small.model.block_size, small.train.batch_size, small.run.seed)
+    loader = Loader([tokens], small.model.block_size, small.train.batch_size, small.run.seed)
     batches = [
         torch.from_numpy(np.c_[inputs, targets[:, -1:]])  # (B, T + 1)
         for inputs, targets in map(loader.batch, range(small.train.max_steps))

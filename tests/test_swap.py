@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from test_router import GATES, SPARSE
 
 from data.bins import open_tokens
-from data.loader import fixed_windows, windows
+from data.loader import Windows, fixed_windows
 from eval.routing import record_routing
 from eval.trained import load_model
 from gate_norm import gate_scale
@@ -55,7 +55,7 @@ def swapped(make, source, router, *more):
 
 def texts(config, split="val"):
     tokens = open_tokens(config.data.folders[0], split)
-    return map(torch.from_numpy, windows(tokens, fixed_windows(tokens, 32, 48), 32))
+    return map(torch.from_numpy, Windows([tokens], 32).read(fixed_windows(tokens, 32, 48)))
 
 
 def assert_gates_are_matched(old, new, x, centre=True, tables=()):

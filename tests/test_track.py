@@ -345,7 +345,7 @@ def test_counting_of_a_contest(rules, tmp_path, corpus, monkeypatch):
     for name, value in (("FILE", rules), ("RECORDS", tmp_path), ("CONTEXT", 1)):
         monkeypatch.setattr(counting, name, value)
     assert counting.main([]) == 0
-    loader = Loader(open_tokens(corpus / "tiny", "train"), 32, 8, 300)
+    loader = Loader([open_tokens(corpus / "tiny", "train")], 32, 8, 300)
     train = [
         np.hstack([inputs, targets[:, -1:]]) for inputs, targets in map(loader.batch, range(250))
     ]

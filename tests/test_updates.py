@@ -259,7 +259,7 @@ def test_crash_dump_repeats_the_step(tiny, poison):
     assert (dump["step"], dump["loss"], dump["loss_scale"]) == (2, "nan", 65536)
     (rank,) = dump["ranks"]
     tokens = open_tokens(Path(config.data.dir, config.data.name), "train")
-    loader = Loader(tokens, config.model.block_size, config.train.batch_size, SEED)
+    loader = Loader([tokens], config.model.block_size, config.train.batch_size, SEED)
     assert rank["windows"] == loader.indices(2).tolist()
     assert statistics.fmean(rank["losses"]) == pytest.approx(third["train/loss"], rel=1e-6)
     model = load_model(folder.path_of(undisturbed), 2).model

@@ -18,7 +18,6 @@ import numpy as np
 from common.command import build_parser, command, run_command
 from common.files import write_atomic
 from configure import Config
-from data.loader import windows
 from runtime.preflight import open_data
 from track.contest import COUNTING, FILE, RECORDS, load_protocol
 from track.runner import Runner, prepare_data
@@ -131,7 +130,7 @@ def read_windows(config: Config) -> list[np.ndarray]:
     """The windows that a run of `config` trains on, and its validation windows: (W, T + 1)."""
     data = open_data(config)
     train = [data.loader.batch(step) for step in range(config.train.max_steps)]
-    val = windows(data.validation.tokens, data.validation.windows, config.model.block_size)
+    val = data.validation.source.read(data.validation.windows)
     texts = []
     for batches in (train, [val]):
         inputs, targets = (np.concatenate(part) for part in zip(*batches, strict=True))
