@@ -9,6 +9,7 @@ dates), stop at a lone surrogate, and name no line.
 """
 
 import bz2
+import codecs
 import gzip
 import io
 import lzma
@@ -74,18 +75,13 @@ def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
     try:
         with closing(_open(file.url)) as raw:
             yield from _read(file, raw, text_field)
-    except (DataError, MemoryError):
+    except (DataError, MemoryError, ModuleNotFoundError):
         raise
     except Exception as error:
         # pyarrow raises many kinds of errors for damaged files, the hub's libraries for network
         # failures.
         if isinstance(error, OSError) and error.filename is not None:
             raise
-        if isinstance(error, ModuleNotFoundError):
-            raise DataError(
-                f"{file.url}: {error.name} not installed, which reads it: "
-                "pip install -r requirements.txt"
-            ) from None
         reason = f"{type(error).__name__}: {first_line(error)}"
         if "://" in file.url:
             raise DataError(
@@ -209,9 +205,9 @@ def is_text(path: Path) -> bool:
     """Return True if a file is text by its first HEAD_BYTES: UTF-8 without NUL bytes."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        head.decode()
-    except UnicodeDecodeError as error:
-        if error.reason != "unexpected end of data" or len(head) < HEAD_BYTES:
-            return False  # else the last character of a longer file is cut
+        decoder.decode(head, final=len(head) < HEAD_BYTES)  # a longer file's last character is cut
+    except UnicodeDecodeError:
+        return False
     return bool(head) and b"\0" not in head

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from common.files import check_regular, exists, is_file, is_folder, read_content
+from common.files import exists, is_file, is_folder, read_content
 from common.text import first_line
 from data import DataError
 from data.bins import name_remedy, read_meta
@@ -219,14 +219,11 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
     Raises DataError if a file is missing or unreadable, or no token can end a document, see
     `find_eot`.
     """
-    contents = []
     try:
-        for name in (TOKENIZER_FILE, "config.json", "tokenizer_config.json"):
-            check_regular(folder / name)
-            if name == TOKENIZER_FILE or exists(folder / name):
-                contents.append((folder / name).read_bytes())
-            else:
-                contents.append(b"{}")
+        contents = [read_content(folder / TOKENIZER_FILE)]
+        for name in ("config.json", "tokenizer_config.json"):
+            file = folder / name
+            contents.append(read_content(file) if exists(file) else b"{}")
         eot = find_eot(*map(json.loads, contents))
         return FileTokenizer(folder.resolve().name, contents[0], eot)
     except DataError as error:
