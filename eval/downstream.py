@@ -217,7 +217,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--num-fewshot", type=int, help="examples in a prompt (default: the task's, else 0)")
     add_device_argument(parser)
     args = parser.parse_args(argv)
-    args.runs = list(dict.fromkeys(args.runs))
     if (args.num_fewshot or 0) < 0 or (args.limit is not None and args.limit < 1):
         raise RunError("--num-fewshot must be at least 0, --limit at least 1")
     return args

@@ -6,7 +6,7 @@
     python -m eval.routing runs/A --trace FILE.npz             each token's experts and gates
 
 Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two runs).
-An earlier file there is replaced. Computed in float32. A comparison needs requirements/report.txt.
+An earlier file there is replaced. Computed in float32.
 
 Co-activation, vocabulary specialization and router saturation follow OLMoE (arXiv 2409.02060,
 Sec. 5). For its chance level each is measured again with expert choices shuffled across windows.
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.command import build_parser, command, require_packages, run_command
+from common.command import build_parser, command, run_command
 from common.files import write_atomic
 from common.measures import MEASURES
 from common.text import text_table
@@ -260,7 +260,6 @@ def print_measures(trained: Trained, args: argparse.Namespace) -> None:
     """
     other = None
     if args.other:
-        require_packages("scipy")
         other = load_with_router(args.other, None, args)
         check_comparable(trained, other, COMPARED, ["tokenizer"])
     tokens, data = read_validation(trained, args)

@@ -33,6 +33,7 @@ if not __package__:
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,11 +197,9 @@ def open_corpus(
         )
     tokens = open_set(trained, folder, args.split)
     if args.stride:
-        windows = cut_windows(len(tokens), block, args.stride)
-        windows = windows[: int(min(args.windows or math.inf, len(windows)))]
+        windows = cut_windows(len(tokens), block, args.stride)[: args.windows]
     else:
-        count = min(args.windows or count, len(tokens))  # args.windows may be infinite
-        starts = block * fixed_windows(tokens, block, count)
+        starts = block * fixed_windows(tokens, block, args.windows or count)
         windows = [(start, start + 1, start + block + 1) for start in starts.tolist()]
     bytes_of_ids = list_byte_counts(tokenizer)
     pairs = []
@@ -274,10 +273,10 @@ def append_results(trained: Trained, stride: int | None, lines: list[dict[str, A
     return file
 
 
-def parse_windows(text: str) -> float:
-    """Parse --windows: a number above 0, or "all" as infinity."""
+def parse_windows(text: str) -> int:
+    """Parse --windows: a number above 0, or "all" as one above any."""
     if text == "all":
-        return math.inf
+        return sys.maxsize
     if text.isdecimal() and int(text):
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r}: expected 1 or more, or all")

@@ -256,13 +256,13 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(
         """Evaluates `count` tasks, of the six by default."""
         evaluated.names.clear()
         names = names or DOCUMENTS
-        assert call(run, run, "--tasks-dir", tasks_dir, "--tasks", *names) == 0
+        assert call(run, "--tasks-dir", tasks_dir, "--tasks", *names) == 0
         assert len(evaluated.names) == count
         return capsys.readouterr()
 
     said = "done already: arc_easy, arc_challenge, hellaswag, winogrande ("
     assert said in score_again(folder, count=2).out
-    monkeypatch.chdir(tmp_path)  # by another path; a run named twice is compared with nothing
+    monkeypatch.chdir(tmp_path)  # by another path
     assert re.search(r"^average +0.5000 +0.3333$", score_again("tasks", count=0).out, re.M)
     file = folder / "piqa.jsonl"
     file.write_text(file.read_text().replace("walk", "talk"))
