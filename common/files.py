@@ -212,11 +212,3 @@ def is_locked(path: Path) -> bool | None:
     except OSError:  # no permission to read it, or no locks on this file system
         return None
     return False
-
-
-def short_path(path: str | Path) -> str:
-    """A path relative to the working directory if it is inside, else absolute."""
-    relative = os.path.relpath(path)
-    if Path(relative).parts[:1] == (os.pardir,):
-        return os.path.abspath(path)
-    return relative

@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
-from common.files import DamagedFile, is_file, is_folder, naming, read_json, short_path
+from common.files import DamagedFile, is_file, is_folder, naming, read_json
 from data import BARE_TOKENS, DataError
 
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
@@ -328,7 +328,7 @@ def describe_set(meta: Meta, folder: Path) -> str:
     val = meta.splits["val"]
     tokens = f"{train.tokens:,} train and {val.tokens:,} val tokens"
     documents = f"{train.documents:,} and {val.documents:,} documents"
-    return f"{tokens} of {documents} in {short_path(folder)}"
+    return f"{tokens} of {documents} in {folder}"
 
 
 def partial_folder(folder: Path) -> Path:

@@ -31,7 +31,6 @@ from common.files import (
     list_matching,
     read_json,
     rename,
-    short_path,
     write_atomic,
 )
 from common.progress import progress_bar
@@ -272,13 +271,6 @@ def test_what_nobody_can_look_at_is_not_missing(tmp_path, monkeypatch):
         list_matching(tmp_path, "*")
     command = ["git", "grep", "-E", r"\.(exists|is_file|is_dir)\(\)", "--", "*.py", ":!tests"]
     assert subprocess.run(command, cwd=REPO_ROOT).returncode == 1  # no line; 128: git failed
-
-
-def test_a_path_is_short_inside_the_working_directory(tmp_path, monkeypatch):
-    (tmp_path / "here/..a").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    paths = ["..a/../c", tmp_path / "here", "../here-2", tmp_path / "here/..a/b"]
-    assert [short_path(path) for path in paths] == ["c", ".", f"{tmp_path}/here-2", "..a/b"]
 
 
 # ---- text
