@@ -1,16 +1,14 @@
 """Measure what the experts of a trained run do, layer by layer, over fixed validation windows.
 
     python -m eval.routing runs/A                              loads, pairs, tokens
-    python -m eval.routing runs/A --other runs/B               and where two runs agree
-    python -m eval.routing runs/A --other runs/A --checkpoint 500    or one run's checkpoints
     python -m eval.routing runs/A --trace FILE.npz             each token's experts and gates
 
-Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two runs).
-An earlier file there is replaced. Computed in float32.
+Prints a table and writes routing.json to runs/NAME/eval/step_…/routing. An earlier file there is
+replaced. Computed in float32.
 
-Co-activation, vocabulary specialization and router saturation follow OLMoE (arXiv 2409.02060,
-Sec. 5). For its chance level each is measured again with expert choices shuffled across windows.
-The shuffle keeps how often each token and each expert occurs, and removes how they are related.
+Co-activation and vocabulary specialization follow OLMoE (arXiv 2409.02060, Sec. 5). For its chance
+level each is measured again with expert choices shuffled across windows. The shuffle keeps how
+often each token and each expert occurs, and removes how they are related.
 
 Shapes: W windows of T tokens, N = W·T tokens, L layers with experts, E experts, K chosen per token.
 """
@@ -41,7 +39,6 @@ from eval.trained import (
     Trained,
     add_device_argument,
     add_run_arguments,
-    check_comparable,
     find_set,
     load_model,
     open_set,
@@ -51,10 +48,9 @@ from router import Routing
 from runtime import distributed
 
 MIN_COUNT = 10  # occurrences; the choices of a rarer token are mostly noise (not measured)
-COMPARED = ["n_layer", "block_size", "n_expert", "top_k"]  # equal in both models
 
 # {column: its format of the values in routing.json}
-COLUMNS_OF_LAYERS = {
+COLUMNS = {
     "layer": "{layer}",
     "busiest": "{load_imbalance:.2f}",
     "idle": "{dead_experts}",
@@ -64,21 +60,13 @@ COLUMNS_OF_LAYERS = {
     "vocabulary": "{vocabulary:.0%} ({vocabulary_by_chance:.0%})",
     "partner": "{strongest_partner:.0%} ({strongest_partner_by_chance:.0%})",
 }
-COLUMNS_OF_AGREEMENT = {
-    "layer": "{layer}",
-    "same number": "{same_number:.0%} ({same_number_by_chance:.0%})",
-    "matched": "{matched:.0%} ({matched_by_chance:.0%})",
-}
-ABOUT_LAYERS = """\
+ABOUT = """\
 busiest: highest over mean load    idle: experts without a token
 in use: experts by the entropy of loads, per token: by that of a token's scores
 zero gates: share of gates that are 0
 vocabulary: share of a token's occurrences that its most frequent expert has
 partner: share of an expert's tokens that its most frequent partner has
 (in brackets: the same of choices shuffled across windows)"""
-ABOUT_AGREEMENT = """\
-same number: share of a token's experts with equal numbers in both runs
-matched: the same after the best renumbering of experts (in brackets: by chance)"""
 
 
 def record_routing(model: GPT, idx: Tensor) -> list[Routing]:
@@ -115,18 +103,16 @@ def shuffled_baseline(x: np.ndarray) -> np.ndarray:
     return np.roll(x, 1, 0)[:, order]
 
 
-def count_pairs(mine: np.ndarray, theirs: np.ndarray, n_expert: int) -> np.ndarray:
-    """Count the tokens that chose expert i in `mine` and j in `theirs`, (E, E).
+def count_pairs(experts: np.ndarray, n_expert: int) -> np.ndarray:
+    """Count the tokens that chose both expert i and expert j, (E, E).
 
     Args:
-        mine: (N, K), chosen experts, N < 2²⁴: the counts are exact in float32.
-        theirs: (N, K), of the same tokens.
+        experts: (N, K), chosen, N < 2²⁴: the counts are exact in float32.
         n_expert: E.
     """
-    chose = np.zeros((2, len(mine), n_expert), np.float32)
-    np.put_along_axis(chose[0], mine.astype(np.int64), 1, 1)
-    np.put_along_axis(chose[1], theirs.astype(np.int64), 1, 1)
-    return (chose[0].T @ chose[1]).astype(np.int64)
+    chose = np.zeros((len(experts), n_expert), np.float32)
+    np.put_along_axis(chose, experts.astype(np.int64), 1, 1)
+    return (chose.T @ chose).astype(np.int64)
 
 
 def mean_strongest(shares: np.ndarray) -> float:
@@ -175,7 +161,7 @@ def measure_layer(text: np.ndarray, trace: Trace, layer: int, n_expert: int) -> 
     Measures that end in `_by_chance` are counted with shuffled choices.
     """
     experts = trace.experts[layer]  # (N, K)
-    together = count_pairs(experts, experts, n_expert)
+    together = count_pairs(experts, n_expert)
     loads = together.diagonal()
     shares = loads / loads.sum()
     load_entropy = -(shares * np.log(np.maximum(shares, 1e-30))).sum()
@@ -194,42 +180,6 @@ def measure_layer(text: np.ndarray, trace: Trace, layer: int, n_expert: int) -> 
         "vocabulary": measure_vocabulary(text, experts, n_expert),
         "vocabulary_by_chance": measure_vocabulary(shuffled_baseline(text), experts, n_expert),
     }
-
-
-def compare_choices(mine: np.ndarray, theirs: np.ndarray, n_expert: int) -> dict[str, float]:
-    """Measure how far two models agree in one layer.
-
-    Args:
-        mine: (W, T, K), chosen experts.
-        theirs: (W, T, K), of the other model.
-        n_expert: E.
-
-    Returns:
-        `same_number`, the share of a token's experts with equal numbers in both; `matched`, the
-        same after the best one-to-one renumbering of the other model's experts; and both with
-        `_by_chance`.
-    """
-    from scipy.optimize import linear_sum_assignment
-
-    K = mine.shape[2]
-    shares = {}
-    for other, suffix in ((theirs, ""), (shuffled_baseline(theirs), "_by_chance")):
-        counts = count_pairs(mine.reshape(-1, K), other.reshape(-1, K), n_expert)
-        matched = counts[linear_sum_assignment(counts, maximize=True)]
-        shares[f"same_number{suffix}"] = float(counts.trace() / mine.size)
-        shares[f"matched{suffix}"] = float(matched.sum() / mine.size)
-    return shares
-
-
-def load_with_router(folder: Path, step: int | None, args: argparse.Namespace) -> Trained:
-    """Load a run's model, or with --ema its EMA. Raises ValueError if it is dense."""
-    trained = load_model(folder, step, args.ema)
-    if not find_routers(trained.model):
-        raise ValueError(
-            f"{trained.config.run.name} is dense and has no router; "
-            f"name a run with another model.router"
-        )
-    return trained
 
 
 def read_validation(trained: Trained, args: argparse.Namespace) -> tuple[np.ndarray, str]:
@@ -254,14 +204,7 @@ def read_validation(trained: Trained, args: argparse.Namespace) -> tuple[np.ndar
 
 
 def print_measures(trained: Trained, args: argparse.Namespace) -> None:
-    """Measure the run, and its agreement with another; print tables and write routing.json.
-
-    Raises ValueError and OSError.
-    """
-    other = None
-    if args.other:
-        other = load_with_router(args.other, None, args)
-        check_comparable(trained, other, COMPARED, ["tokenizer"])
+    """Measure the run; print a table and write routing.json. Raises ValueError and OSError."""
     tokens, data = read_validation(trained, args)
     text = tokens[:, :-1]
     if len(text) < 2:
@@ -270,36 +213,23 @@ def print_measures(trained: Trained, args: argparse.Namespace) -> None:
         )
     trace = trace_windows(trained.model, tokens)
     E = trained.config.model.n_expert
-    numbers = range(len(trace.experts))
-    report: dict[str, Any] = {
+    layers = []
+    for i in range(len(trace.experts)):
+        layers.append({"layer": i} | measure_layer(text, trace, i, E))
+    report = {
         "run": trained.config.run.name,
         "step": trained.step,
         "data": data,
         "tokens": text.size,
-        "layers": [{"layer": i} | measure_layer(text, trace, i, E) for i in numbers],
+        "layers": layers,
     }
+    # docs/traces.md explains the columns
+    rows = [[form.format(**layer) for form in COLUMNS.values()] for layer in layers]
+    print(f"{text_table(list(COLUMNS), rows)}\n\n{ABOUT}\n")
     folder = args.run / "eval" / trained.label / "routing"
-    print(f"{tabulate(report['layers'], COLUMNS_OF_LAYERS)}\n\n{ABOUT_LAYERS}\n")
-    if other:
-        name = other.config.run.name
-        folder = folder.with_name(f"routing-{name}-{other.label}")
-        theirs = trace_windows(other.model.to(trained.model.head.device), tokens)
-        layers = []
-        for i in numbers:
-            mine, others = [t.experts[i].reshape(*text.shape, -1) for t in (trace, theirs)]
-            layers.append({"layer": i} | compare_choices(mine, others, E))
-        report |= {"other": f"{name}, {other.label}", "agreement": layers}
-        table = tabulate(layers, COLUMNS_OF_AGREEMENT)
-        print(f"agreement with {report['other']}\n{table}\n\n{ABOUT_AGREEMENT}\n")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "routing.json", json.dumps(report) + "\n")
     print(f"{text.size:,} tokens; {folder}/routing.json")
-
-
-def tabulate(layers: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
-    """A table with a line per layer; docs/traces.md explains the columns."""
-    rows = [[form.format(**layer) for form in columns.values()] for layer in layers]
-    return text_table(list(columns), rows)
 
 
 @command
@@ -310,15 +240,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--data", metavar="SET", help="a prepared set, folder or name (default: the run's own)")
     add("--windows", type=int, default=64, help="of block_size tokens (default: %(default)s)")
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--other", type=Path, metavar="RUN", help="a run to compare with, at its last step")
     trace = "write each token's experts and gates (docs/traces.md)"
     add("--trace", type=Path, metavar="FILE", help=trace)
     add_device_argument(parser)
     args = parser.parse_args(argv)
     if args.windows < 1:
         raise ValueError(f"--windows {args.windows}: expected 1 or more")
-    trained = load_with_router(args.run, args.step, args)
+    trained = load_model(args.run, args.step, args.ema)
+    if not find_routers(trained.model):
+        raise ValueError(
+            f"{trained.config.run.name} is dense and has no router; "
+            f"name a run with another model.router"
+        )
     trained.model.to(distributed.pick_device(args.device))
     if args.trace:
         tokens, data = read_validation(trained, args)

@@ -118,15 +118,11 @@ def _choose_step(run: Run, step: int | None) -> int:
     return step
 
 
-def check_comparable(
-    first: Trained, other: Trained, settings: Sequence[str], metadata: Sequence[str]
-) -> None:
-    """Raise RunError if two runs differ in `settings` of the model or in `metadata`."""
-    differing = []
-    for key in settings:
-        if getattr(first.config.model, key) != getattr(other.config.model, key):
-            differing.append(f"model.{key}")
-    differing += [key for key in metadata if first.metadata[key] != other.metadata[key]]
+def check_comparable(first: Trained, other: Trained, metadata: Sequence[str]) -> None:
+    """Raise RunError if two runs differ in block_size or in `metadata`."""
+    differing = [key for key in metadata if first.metadata[key] != other.metadata[key]]
+    if first.config.model.block_size != other.config.model.block_size:
+        differing.append("model.block_size")
     if differing:
         raise RunError(
             f"{first.folder} and {other.folder} cannot be compared: they differ in "

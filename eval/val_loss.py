@@ -307,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     corpora = open_corpora(*runs[0], args)
     same = ["tokenizer"] if args.data else ["tokenizer", "data"]
     for other in models[1:]:
-        check_comparable(models[0], other, ["block_size"], same)
+        check_comparable(models[0], other, same)
     device = distributed.pick_device(args.device)
     results = [score_corpora(trained, corpora, device) for trained in models]
     rows = []
