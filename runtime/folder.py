@@ -110,28 +110,37 @@ class RunFolder(Run):
         return configure.differences(self.recorded, config)
 
     def holds(self, config: Config) -> bool:
-        """True if this folder has the run of `config`; False if its config.toml cannot be read."""
+        """True if this folder has the run of `config`; False if its config.toml cannot be read.
+
+        A run that has ended, or whose name has its length, is another run than one of another
+        length: going on with it would change its learning rates and replace its result.
+        """
         try:
             recorded = self.recorded
         except configure.ConfigError:
             return False
-        return recorded is not None and not refused_changes(recorded, self.keep_recorded(config))
+        if recorded is None or refused_changes(recorded, self.keep_recorded(config)):
+            return False
+        length = recorded.train.max_steps
+        if length == config.train.max_steps:
+            return True
+        return f"max_steps{length}" not in self.path.name and not self.ended
 
     def is_complete(self, config: Config, step: int) -> bool:
         """True if the checkpoint of `step` is the end, and the last evaluation is done."""
-        last_step = config.train.max_steps
-        return step > last_step or (step == last_step and step in self.val_losses)
+        return step == config.train.max_steps and step in self.val_losses
 
     def describe_finished(self, config: Config) -> str | None:
         """One line on the run in it if its newest intact checkpoint is the end, else None.
 
         Raises RunError and ConfigError as `find_changes` does, and RunError if the checkpoint was
-        trained with other settings.
+        trained with other settings, or the run is beyond the end.
         """
         self.find_changes(config)
+        end = config.train.max_steps
         warnings = ""
         for step in reversed(self.checkpoints):
-            if not self.is_complete(config, step):
+            if step <= end and not self.is_complete(config, step):
                 return None  # the start reports damaged checkpoints
             path = checkpoint.folder_of(self.checkpoint_folder, step)
             try:
@@ -139,6 +148,12 @@ class RunFolder(Run):
             except checkpoint.DamagedError as error:
                 warnings += f"warning: {error}\n"
                 continue
+            if step > end:
+                raise RunError(
+                    f"{self} is at step {step}, after train.max_steps = {end}: set "
+                    f"--train.max_steps={step} or more, or give the shorter run another name "
+                    "(--run.name=NAME)"
+                )
             check_settings(self.keep_recorded(config), metadata, path)
             return f"{warnings}{self}: finished already, {self.describe_result(step)}"
         return None
@@ -225,8 +240,8 @@ def find_or_rename(config: Config) -> Config:
     """`config` under the name of its run's folder or of a free one, if no name was chosen.
 
     The same config always finds its own folder, also under a shorter name (its sweep had fewer axes
-    then). If another config's run is in NAME, this one goes to NAME followed by the settings that
-    differ, such as NAME-lr0.001, and a line says so.
+    then). If another config's run is in NAME, or one of another length that has ended, this one
+    goes to NAME followed by the settings that differ, such as NAME-lr0.001, and a line says so.
 
     Raises:
         RunError: NAME has checkpoints but no config.
@@ -243,6 +258,8 @@ def find_or_rename(config: Config) -> Config:
         return config
     kept = own.keep_recorded(config)
     refused = refused_changes(own.recorded, kept)
+    if not refused:  # it has ended
+        refused = [f"train.max_steps: {own.recorded.train.max_steps} -> {kept.train.max_steps}"]
     keys = [line.split(":")[0] for line in refused]
     config = _use_free_name(replace(config, "run", name=f"{name}-{_name_settings(kept, keys)}"))
     differences = "; ".join(refused)

@@ -73,6 +73,21 @@ def test_each_config_has_a_folder_of_its_own_and_finds_it_again(config_of, capsy
         find_or_rename(config_of())
 
 
+def test_a_run_that_has_ended_is_not_trained_on_to_another_length(config_of, capsys):
+    """Nor is one whose name has its length, as in a sweep of lengths."""
+    assert begin(config_of("train.max_steps=10_000")) == "mine-kern"
+    assert begin(config_of("train.max_steps=20_000")) == "mine-kern"  # it has not ended
+    lines = '{"step": 20000, "tokens": 1, "val/loss": 2.0}\n'
+    (path_of(config_of()) / "metrics.jsonl").write_text(lines)
+    assert capsys.readouterr().out == ""
+    for length in (30_000, 40_000, 30_000, 10_000):
+        name = begin(config_of(f"train.max_steps={length}"))
+        assert name == f"mine-kern-max_steps{length}"
+    assert begin(config_of("train.max_steps=20_000")) == "mine-kern"
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3 and "config (train.max_steps: 20000 -> 30000); this one" in said[0]
+
+
 def test_an_edited_file_trains_beside_the_first_run_unless_its_name_was_chosen(tiny_file, call):
     assert is_name_chosen(tiny_file) and is_name_chosen(tiny_file, ["--run.name=other"])
     text = tiny_file.read_text().replace('name = "tiny"\ndir', "dir", 1)
