@@ -85,11 +85,10 @@ def build_router(config: ModelConfig, layer: int) -> Router:
     spec = find_spec(config.router)
     assert spec is not None, "a dense model has no router"
     E, K = config.n_expert, config.top_k
-    table = None
-    if layer < config.n_hash_layer:
-        table = hash_table(config.vocab_size, E, K, seed=layer)
+    by_table = layer < config.n_hash_layer
+    table = hash_table(config.vocab_size, E, K, seed=layer) if by_table else None
     groups = (config.router_groups, config.router_group_k)
-    return Router(config.n_embd, E, K, spec, gate_scale(config), table, *groups)
+    return Router(config.n_embd, E, K, spec, gate_scale(config, by_table), table, *groups)
 
 
 class MoE(nn.Module):

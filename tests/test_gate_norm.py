@@ -67,7 +67,7 @@ MODERN = {
     ("name", "block"),
     [
         *product(SPARSE, [{}]),
-        *product(("softmax", "sigmoid", "kern"), [MODERN]),
+        *product(("softmax", "sigmoid", "kern"), [MODERN, {"n_hash_layer": 2}]),
     ],
 )
 def test_fresh_models_have_the_norm_on_their_first_batch(name, block):
