@@ -105,9 +105,9 @@ class RouterSpec:
             return 2.0 if has_negative_scores else 1.0
         if self.pre == "none":
             return math.inf
-        ends = torch.tensor([-1.0, 1.0], device="cpu")  # of a normalized logit; every φ rises
-        lowest, highest = PHI[self.phi](ends).tolist()
-        return highest - lowest
+        logits = torch.linspace(-1, 1, 201, device="cpu")  # normalized ones are in this range
+        scores = PHI[self.phi](logits).tolist()
+        return max(scores) - min(scores)
 
 
 KERN = RouterSpec("relu", pre="l2 over all", gamma=True, bias=True)

@@ -66,7 +66,7 @@ in use: experts by the entropy of loads, per token: by that of a token's scores
 zero gates: share of gates that are 0
 vocabulary: share of a token's occurrences that its most frequent expert has
 partner: share of an expert's tokens that its most frequent partner has
-(in brackets: the same of choices shuffled across windows)"""
+(in brackets: by chance, of choices shuffled across windows; partner: of choices by load)"""
 
 
 def record_routing(model: GPT, idx: Tensor) -> list[Routing]:
@@ -158,14 +158,19 @@ def measure_vocabulary(text: np.ndarray, experts: np.ndarray, n_expert: int) -> 
 def measure_layer(text: np.ndarray, trace: Trace, layer: int, n_expert: int) -> dict[str, Any]:
     """Measure what one layer chose for `text` (W, T); a layer's entry of routing.json.
 
-    Measures that end in `_by_chance` are counted with shuffled choices.
+    `vocabulary_by_chance` is counted with shuffled choices, `strongest_partner_by_chance` follows
+    from the loads.
     """
     experts = trace.experts[layer]  # (N, K)
     together = count_pairs(experts, n_expert)
     loads = together.diagonal()
     shares = loads / loads.sum()
     load_entropy = -(shares * np.log(np.maximum(shares, 1e-30))).sum()
-    by_chance = np.broadcast_to(loads / len(experts), together.shape)
+    # an expert's tokens have K - 1 other experts, chosen in proportion to their loads
+    of_others = np.maximum(loads.sum() - loads, 1)[:, None]
+    by_chance = np.minimum((experts.shape[1] - 1) * loads / of_others, 1)
+    np.fill_diagonal(by_chance, 1)
+    by_chance[loads == 0] = 0
     of_loads = {}
     for name, measure in MEASURES.items():
         if measure.of_loads:

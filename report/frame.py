@@ -12,6 +12,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -287,7 +288,10 @@ def add_runs(group: Group, runs: Sequence[Run], option_keys: Sequence[str]) -> l
                 rival = f"{first.path} has the same settings and seed"
                 notes.append(f"{run.path} is left out: {rival}")
             continue
-        notes.append(f"{run.path} is not compared: {run.progress}")
+        reason = run.progress
+        if has_two_lengths(run):
+            reason = "its learning rate rose again, for a larger train.max_steps"
+        notes.append(f"{run.path} is not compared: {reason}")
         fault = find_text_mismatch([*list(compared)[:1], run])
         if fault:
             notes.append(f"left out: {fault}")
@@ -301,16 +305,27 @@ def add_runs(group: Group, runs: Sequence[Run], option_keys: Sequence[str]) -> l
 def choose_compared(runs: Sequence[Run], key: str | None) -> list[Run]:
     """The runs of a setting whose losses are compared. It decides this for every reader.
 
-    They are those that finished. Where none did, and there is no key, they are those that may still
-    finish and were evaluated as far as most of them. So neither a run that has just started nor one
-    that failed moves the step that is compared.
+    They are those that finished, of one length all the time. Where none did, and there is no key,
+    they are those that may still finish and were evaluated as far as most of them. So neither a run
+    that has just started nor one that failed moves the step that is compared.
     """
+    runs = [run for run in runs if not has_two_lengths(run)]
     finished = [run for run in runs if run.is_finished]
     started = [run for run in runs if run.status.state != "failed" and run.last_evaluated > 0]
     if finished or key or not started:
         return finished
     reached_by_most = median_low(run.last_evaluated for run in started)
     return [run for run in started if run.last_evaluated >= reached_by_most]
+
+
+def has_two_lengths(run: Run) -> bool:
+    """True if its learning rate rose after the warm-up: train.max_steps became larger on the way.
+
+    A run of the longer length alone has other rates.
+    """
+    rates = run.series("optim/lr")
+    steps = sorted(step for step in rates if step >= run.config.optim.warmup_steps)
+    return any(rates[later] > rates[step] for step, later in pairwise(steps))
 
 
 def choose_label_keys(runs: Sequence[Run], key: str | None) -> list[str]:

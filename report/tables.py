@@ -73,7 +73,8 @@ def build_loss_table(group: Group) -> Table:
 def list_verdicts(group: Group, families: Mapping[str, Sequence[Comparison]]) -> list[dict]:
     """A group's rows of the table of verdicts: each variant, its comparisons and its loss.
 
-    The loss is that at the end; over a key it is the lowest mean, and its value is named.
+    The loss is that at the end; over a key it is the lowest mean of the values that most of the
+    variant's seeds have, and its value is named.
 
     Args:
         group: the group.
@@ -81,7 +82,6 @@ def list_verdicts(group: Group, families: Mapping[str, Sequence[Comparison]]) ->
     """
     losses = group.losses.loc[group.ends]
     cells = summarize(losses).to_dict("index")
-    lowest = losses.T.groupby(level=0, sort=False).mean().idxmin(axis="columns")
     rows = []
     for variant in group.runs:
         comparisons: dict[str, dict] = {}  # by the variant that is subtracted
@@ -91,8 +91,11 @@ def list_verdicts(group: Group, families: Mapping[str, Sequence[Comparison]]) ->
                     cells_of_pair = comparisons.setdefault(pair.right, {"minus": pair.right})
                     cells_of_pair |= describe_pair(pair, name)
         row = {"setting": group.label, "variant": variant}
-        place = lowest[variant]
-        end = {f"loss, {SPREAD}": cells[variant][place], "seed": list_seeds(group, variant)}
+        of_seeds = pd.DataFrame(losses[variant])  # (values of the key, seeds)
+        counts = of_seeds.count(axis="columns")
+        place = of_seeds[counts == counts.max()].mean(axis="columns").idxmin()
+        seeds = of_seeds.loc[place].dropna().index
+        end = {f"loss, {SPREAD}": cells[variant][place], "seed": ", ".join(map(str, sorted(seeds)))}
         if group.key:
             end[f"best {group.key}"] = format_tick(group.key, place)
         rows += [row | cells_of_pair | end for cells_of_pair in comparisons.values() or [{}]]

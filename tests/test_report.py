@@ -79,6 +79,22 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
     assert group.ends == [0] and compare_group(group) == []
 
 
+@pytest.mark.parametrize("rises, is_compared", [(0, True), (600, False)])
+def test_a_run_that_was_made_longer_on_its_way_is_not_compared(tmp_path, rises, is_compared):
+    """Its learning rate rises after the warm-up, unlike that of a run of its length."""
+
+    def set_rate(line):
+        if "train/loss" in line:
+            warm_up = min(line["step"], 300) / 300
+            line["optim/lr"] = warm_up * (1 - line["step"] / 2000) + (line["step"] == rises)
+
+    run = make_run(tmp_path / "run", "optim.warmup_steps=300")
+    change_lines(run, set_rate)
+    groups, notes = group_runs([Run(run)])
+    assert bool(groups[0].compared) == is_compared
+    assert ("rose again, for a larger train.max_steps" in str(notes)) != is_compared
+
+
 def test_runs_on_other_text_are_refused(tmp_path):
     facts = {"data": "sha of the text", "tokenizer": "sha of GPT-2's"}
     specs = [f"router={router}" for router in ("dense", "softmax", "kern", "tanh")]
@@ -132,7 +148,7 @@ GROUPS = {  # runs, separated by ;: {label of a group: variants}, both in order
     ),
     # formulas come last, each with its options
     f"router={FORMULA} model.gate_scale=2; model.gate_scale=2; model.gate_scale=1": (
-        {"": ["kern, gate_scale 1", "kern, gate_scale 2", f"{FORMULA}, gate_scale 2"]}
+        {"": ["kern, gate_scale 1", "kern, gate_scale 2", "relu, post=l1_over_all, gate_scale 2"]}
     ),
 }
 
@@ -322,6 +338,9 @@ def test_every_cell_of_a_report_over_a_key(tmp_path):
     check_measures(tables.build_measure_table(group), runs, labels, 1000)
     group.losses.loc[4, ("kern", 1)] = 0  # the best value has the lowest mean, not the lowest loss
     assert tables.list_verdicts(group, {})[1]["best model.gate_norm"] == "4"
+    group.losses.loc[4, ("kern", 2)] = np.nan  # a value that a seed lacks is not the best
+    row = tables.list_verdicts(group, {})[1]
+    assert row["best model.gate_norm"] != "4" and row["seed"] == "0, 1, 2"
 
 
 def test_measures_of_runs_that_train_are_of_the_step_that_all_have(tmp_path):

@@ -214,7 +214,7 @@ def test_norms_before_and_after_phi_can_both_be_over_the_chosen(phi, order):
     assert_same(gates.norm(order, dim=-1), torch.ones(N))
 
 
-def test_which_scores_are_bounded():
+def test_which_scores_are_bounded(monkeypatch):
     """Those of logits from tiny to huge are within `score_range`; some are nearly as far apart."""
     formulas = [
         "identity, post=l1 over all",
@@ -233,6 +233,8 @@ def test_which_scores_are_bounded():
         scores = Router(C, E, K, spec).choose(logits).scores
         share = (scores.max() - scores.min()) / spec.score_range
         assert share == 0 if name in unbounded else 0.4 < share <= 1, name
+    monkeypatch.setitem(router_module.PHI, "square", torch.square)  # a φ that falls and rises
+    assert RouterSpec("square", pre="l2 over all").score_range == pytest.approx(1)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
