@@ -18,7 +18,6 @@ from configure.schema import Model, Optim
 from data.bins import open_tokens
 from data.loader import Loader
 from eval.trained import load_model
-from kernels import cross_entropy
 from model import GPT
 from runtime import RunError, folder
 from runtime.optimizers import (
@@ -107,9 +106,8 @@ QUANTILE = ["train.bias_update_rate=0", "train.bias_update=quantile", "model.n_h
     "router, dtype, own",
     [("dense", "float32", []), ("kern", "float16", QUANTILE), ("softmax-renorm", "float16", [])],
 )
-def test_steady_step_reads_no_number(tiny, in_steady_steps, router, dtype, own, monkeypatch):
-    """Except that on a CPU experts read their loads as a list, and the head the targets' range."""
-    monkeypatch.setattr(cross_entropy, "check_targets", lambda *_: None)
+def test_steady_step_reads_no_number(tiny, in_steady_steps, router, dtype, own):
+    """Except that on a CPU experts read their loads as a list."""
     with Operators() as host:
         torch.ones(()).item()
     assert HOST_READS & {*host.names}  # it sees them
