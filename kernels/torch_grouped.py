@@ -61,31 +61,28 @@ ACTIVATIONS = {"gelu": gelu, "silu": F.silu}
 BACKWARD = {"gelu": gelu_backward, "silu": torch.ops.aten.silu_backward}
 
 
-def activate(
-    hidden: Tensor, width: int, activation: str, dim: int = -1
-) -> tuple[Tensor, Tensor | None]:
-    """Apply a key of ACTIVATIONS to `width` (H) pre-activations along `dim`, or to 2 H if gated.
+def activate(hidden: Tensor, width: int, activation: str) -> tuple[Tensor, Tensor | None]:
+    """Apply a key of ACTIVATIONS to pre-activations (…, H), of `width` H, or (…, 2 H) if gated.
 
-    Returns the activations, H of them along `dim`, and what `activate_backward` needs besides:
-    act(a) if gated.
+    Returns the activations (…, H), and what `activate_backward` needs besides: act(a) if gated.
     """
     function = ACTIVATIONS[activation]
-    if hidden.shape[dim] == width:
+    if hidden.shape[-1] == width:
         return function(hidden), None
-    a, b = hidden.chunk(2, dim)
+    a, b = hidden.chunk(2, -1)
     inner = function(a)
     return inner * b, inner
 
 
 def activate_backward(
-    d_act: Tensor, hidden: Tensor, inner: Tensor | None, activation: str, dim: int = -1
+    d_act: Tensor, hidden: Tensor, inner: Tensor | None, activation: str
 ) -> Tensor:
     """Return the gradient of `hidden` from the activations', which it may overwrite."""
     function = BACKWARD[activation]
     if inner is None:
         return function(d_act, hidden)
-    a, b = hidden.chunk(2, dim)
-    return torch.cat([function(d_act * b, a), d_act.mul_(inner)], dim)
+    a, b = hidden.chunk(2, -1)
+    return torch.cat([function(d_act * b, a), d_act.mul_(inner)], -1)
 
 
 @dataclass
