@@ -7,14 +7,13 @@ them executes nothing.
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from common.files import is_file, read_json
@@ -49,18 +48,13 @@ def read_tensors(place: Path, settings: dict[str, Any]) -> LazyTensors:
             from_pretrained would read other weights.
     """
     tensors = LazyTensors({})
-    open_file = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))
-
-    def read_tensor(path: Path, name: str) -> Tensor:
-        return open_file(path).get_tensor(name)
-
     for file in find_weights(place):
         try:
-            read = load_file(place / file)  # mapped to memory, not copied
+            opened: Any = safe_open(place / file, "pt")  # mapped to memory, not copied
+            read = opened.get_tensors()
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file} cannot be read ({error}); download it again") from error
-        with safe_open(place / file, "pt") as opened:
-            metadata = opened.metadata() or {}
+        metadata = opened.metadata() or {}
         digest = metadata.get(DIGEST)  # other programs write none
         if digest and digest != hash_tensors(read):
             raise RunError(
@@ -80,8 +74,7 @@ def read_tensors(place: Path, settings: dict[str, Any]) -> LazyTensors:
                     f"{name} is in {file} and in another file, so they were not saved together; "
                     f"download all files again"
                 )
-            tensors.data[name] = partial(read_tensor, place / file, name)
-        del read  # before the next file is mapped
+            tensors.data[name] = partial(opened.get_tensor, name)
     return tensors
 
 
