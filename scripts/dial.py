@@ -269,14 +269,12 @@ def choose_shape(args: Namespace) -> tuple[Model, float]:
 
 
 def count_flops_in(args: Namespace, model: Model) -> float:
-    """The FLOPs of args.hours, by --mfu or the estimate of runtime/step_time.py.
+    """The FLOPs of args.hours, by the estimate of runtime/step_time.py.
 
-    The estimate depends on the batch, and the batch on the FLOPs: so it is made a second time.
+    It depends on the batch, and the batch on the FLOPs: so it is made a second time.
     """
     gpu = GPUS[args.gpu]
     most = args.hours * 3600 * args.gpus * gpu.peak
-    if args.mfu is not None:
-        return most * args.mfu
     flops = count_least_flops(model)
     for _ in range(2):
         config = read_config(format_config(model, flops, args.gpus))

@@ -4,8 +4,7 @@
     python -m scripts.plan --budget 2e19 --gpus 8 --write FILE      scripts/dial.py has the rules
 
 Memory of activations, logits and working copies is an estimate (docs/scale.md); the rest is exact.
-Hours follow from --mfu or, without it, from the parts of a step (runtime/step_time.py), without
-communication.
+Hours follow from the parts of a step (runtime/step_time.py), without communication.
 """
 
 if not __package__:
@@ -33,9 +32,9 @@ from runtime.step_time import estimate_mfu
 from scripts.dial import add_dial, is_dialled, plan_memory, read_config, write_config
 
 
-def estimate_hours(config: Config, gpus: int, gpu: GPU, mfu: float | None) -> float:
-    """Estimate the hours of a run at `mfu`; None estimates that, too."""
-    speed = gpus * gpu.peak * (mfu or estimate_mfu(config, gpu, gpus))  # FLOP/s
+def estimate_hours(config: Config, gpus: int, gpu: GPU) -> float:
+    """Estimate the hours of a run."""
+    speed = gpus * gpu.peak * estimate_mfu(config, gpu, gpus)  # FLOP/s
     return count_tokens(config) * flops_per_token(config.model) / speed / 3600
 
 
@@ -56,9 +55,7 @@ def describe_run(config: Config, args: argparse.Namespace) -> str:
     steps = config.train.max_steps
     total, active = count_parameters(config.model)
     gpu = GPUS[args.gpu]
-    mfu = args.mfu or estimate_mfu(config, gpu, args.gpus)
-    hours = estimate_hours(config, args.gpus, gpu, mfu)
-    origin = "estimated" if args.mfu is None else "given"
+    hours = estimate_hours(config, args.gpus, gpu)
     return f"""\
 {config.run.name}: router {config.model.router}, {config.train.dtype}
   parameters       {total / 1e6:,.1f} M in all, {active / 1e6:,.1f} M active
@@ -68,7 +65,7 @@ def describe_run(config: Config, args: argparse.Namespace) -> str:
   checkpoint       {format_bytes(checkpoint_bytes(config))}, {config.train.keep_checkpoints} kept \
 and one being written
   time             {hours:,.2f} h on {args.gpus} x {args.gpu}, {hours * args.gpus:,.2f} GPU hours; \
-MFU {mfu:.2f} ({origin})
+MFU {estimate_mfu(config, gpu, args.gpus):.2f} (estimated)
 """
 
 
@@ -140,15 +137,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--memory", type=float, metavar="GIB", help="of one GPU (default: as --gpu has)"
     )
-    parser.add_argument("--mfu", type=float, help="model FLOPs utilisation (default: estimated)")
     args, overrides = parser.parse_known_args(argv)
     args.memory = GPUS[args.gpu].memory if args.memory is None else args.memory
-    for name in ("gpus", "gpus_per_node", "memory", "mfu"):
+    for name in ("gpus", "gpus_per_node", "memory"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected more than 0")
-    if args.mfu and args.mfu > 1:
-        raise ConfigError(f"--mfu {args.mfu}: is a share of the peak, so at most 1")
     config = load_planned(args, overrides)
     print(f"{describe_run(config, args)}\n{describe_memory_plans(config, args)}")
 

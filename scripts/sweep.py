@@ -262,7 +262,7 @@ def format_totals(points: list[Point], left: list[Point]) -> str:
         share = 1 - max(point.steps_done(), train.branch_step) / train.max_steps
         checkpoints = train.keep_checkpoints + len(train.kept_steps)
         tokens += share * plan.count_tokens(point.config)
-        hours += share * plan.estimate_hours(point.config, 1, GPUS["H100"], None)
+        hours += share * plan.estimate_hours(point.config, 1, GPUS["H100"])
         disk += checkpoints * plan.checkpoint_bytes(point.config)
     line += f"; to do: {tokens / 1e6:,.2f} M tokens"
     if hours >= 0.05:  # less is trained on a CPU

@@ -108,7 +108,7 @@ def test_runs_are_those_of_the_paper(stem):
     expanded = []
     hours = 0.0
     for config in runs(stem):
-        hours += plan.estimate_hours(config, 1, GPUS["H100"], None)
+        hours += plan.estimate_hours(config, 1, GPUS["H100"])
         model, train, optim = config.model, config.train, config.optim
         shape = (model.n_expert, model.top_k, model.expert_hidden)
         expanded.append((model.router, config.data.name, shape, config.run.seed, model.block_size))
