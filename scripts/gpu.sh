@@ -27,7 +27,7 @@ bench() { piece "$1" "$python" -m tools.bench "${@:2}" --json "$folder/$1.json";
 flagship=(config/125m.toml --model.block_size=1024 --train.micro_batch_size=32)
 piece golden "$python" -m tools.golden
 bench step-fp16 step "${flagship[@]}" '--model.router=[dense,softmax,sigmoid,tanh,kern]' --profile "$folder/step-fp16.trace.json.gz"
-bench moe moe --dtype float16 bfloat16
+bench moe moe
 bench step-bf16 step "${flagship[@]}" --train.dtype=bfloat16 '--model.router=[dense,kern]'
 piece tests "$python" -m pytest -q -n 6 -m gpu
 exit $code

@@ -1,7 +1,7 @@
 """How fast it is: alternatives timed in turn within one process, compared by ratios of medians.
 
     python -m tools.bench step CONFIG [--section.key=value ...]
-    python -m tools.bench moe [--dtype float32 ...]
+    python -m tools.bench moe
 
 step     a training step of train.py (all passes, update, statistics) on random tokens, at rate 0
 moe      kernels.expert_mlp against F.grouped_mm and one dense MLP of as many FLOPs, forward and
@@ -44,6 +44,7 @@ from common.command import build_parser, command, run_command
 from common.files import write_atomic
 from common.text import first_line, text_table
 from configure import Config
+from configure.schema import replace
 from runtime import distributed
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder
@@ -145,8 +146,7 @@ def build_step(config: Config, device: torch.device, folder: Path, pool: Any = N
     once, and steps look up to 1.3 times as fast as in training.
     """
     micro_batch_size = config.train.micro_batch_size
-    train = config.train.model_copy(update={"batch_size": micro_batch_size})
-    config = config.model_copy(update={"train": train})
+    config = replace(config, "train", batch_size=micro_batch_size)
     shapes = parameter_shapes(config.model)
     plan = Plan(
         config=config,
@@ -276,14 +276,14 @@ def make_inputs(
 
 
 def bench_moe(args: Namespace, overrides: list[str]) -> Benchmark:
-    """Time the expert MLP's implementations, forward and backward, in each --dtype."""
+    """Time the expert MLP's implementations, forward and backward, in each of MOE_DTYPES."""
     if overrides:
         raise ValueError(f"unknown options {' '.join(overrides)}: moe takes no config keys")
     device = distributed.pick_device("auto")
     N, C, H, E, K = shape = MOE_SHAPE[device.type]
     bench = Benchmark(args, device)
     print(f"N {N}, C {C}, H {H}, E {E}, K {K}; TFLOP/s: of 12·N·K·C·H FLOPs, both passes")
-    for name in args.dtype or MOE_DTYPES[device.type]:
+    for name in MOE_DTYPES[device.type]:
         inputs, d_out = make_inputs(shape, getattr(torch, name), device)
         functions = {}
         for implementation, function in IMPLEMENTATIONS.items():
@@ -304,9 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     step = subparsers.add_parser("step")
     step.add_argument("config", help="config file; --section.key=value overrides it")
     step.add_argument("--profile", metavar="FILE", help="for a trace")
-    moe = subparsers.add_parser("moe")
-    moe.add_argument("--dtype", nargs="+", choices=("float16", "bfloat16", "float32"))
-    for subparser in (step, moe):
+    for subparser in (step, subparsers.add_parser("moe")):
         subparser.add_argument("--rounds", type=int, default=10, help="(default: %(default)s)")
         subparser.add_argument("--json", metavar="FILE", help="for the figures")
     args, overrides = parser.parse_known_args(argv)
