@@ -2,29 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-
-
-class Operator(NamedTuple):
-    """A function with a backward pass.
-
-    torch.compile, and other code that traces operators, sees both as opaque ones, known by the
-    shapes of their results. Else an autograd.Function is called, which costs the host 13 µs less
-    (EPYC core, torch 2.13, 2026-11-24).
-    """
-
-    forward: Any  # as custom operators
-    backward: Any
-    direct: type[torch.autograd.Function]
-
-    def __call__(self, *inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-            return self.forward(*inputs)
-        return self.direct.apply(*inputs)
 
 
 def define_operator(
@@ -35,8 +17,12 @@ def define_operator(
     fake_backward: Callable[..., Any],
     save: Callable[..., None],
     pass_back: Callable[..., Any],
-) -> Operator:
-    """Define nanokern::`name` and nanokern::`name`_backward.
+) -> Callable[..., Any]:
+    """Define a function with a backward pass, nanokern::`name` and nanokern::`name`_backward.
+
+    torch.compile, and other code that traces operators, sees both as opaque ones, known by the
+    shapes of their results. Else an autograd.Function is called, which costs the host 13 µs less
+    (EPYC core, torch 2.13, 2026-11-24).
 
     Args:
         name: of the operator.
@@ -66,4 +52,9 @@ def define_operator(
         def backward(ctx: Any, *gradients: Any) -> Any:  # pyrefly: ignore[bad-override]
             return pass_back(backward, ctx, *gradients)
 
-    return Operator(forward_op, backward_op, Direct)
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+            return forward_op(*inputs)
+        return Direct.apply(*inputs)
+
+    return call
