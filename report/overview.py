@@ -62,9 +62,7 @@ def describe_run(run: Run) -> dict[str, str]:
         row[column] = f"{run.newest[name]:{form}}" if name in run.newest else ""
     speeds = list(run.series("perf/tokens_per_sec").values())[-5:]
     speed = median(speeds) if speeds else 0.0
-    row["tokens/s"] = ""
-    if speeds:
-        row["tokens/s"] = f"{speed:,.0f}"
+    row["tokens/s"] = f"{speed:,.0f}" if speeds else ""
     row["left"] = ""
     if state == "running" and speed >= 1:
         tokens_per_step = run.config.train.batch_size * run.config.model.block_size
