@@ -90,8 +90,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         text = content.decode()
         body = json.loads(text)["body"]
         is_own = path.name == folder_of("", body["step"]).name
-        intact = text == format_manifest(body) and is_own
-    except (ValueError, TypeError, KeyError, RecursionError):
+        names_are_plain = all(Path(name).name == name for name in body["files"])  # no subfolders
+        has_form = isinstance(body["facts"], dict)
+        has_form = has_form and all(isinstance(file, dict) for file in body["files"].values())
+        intact = text == format_manifest(body) and is_own and names_are_plain and has_form
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise DamagedError(f"{file}: damaged, checksum mismatch")

@@ -467,6 +467,24 @@ def test_a_pickle_runs_nothing(copied, canary, caplog, forge_one):
 
 
 @pytest.mark.parametrize(
+    "changed",
+    [
+        {"files": {"../outside": {"bytes": 0, "sha256": ""}}},
+        {"files": []},
+        {"files": [".metadata"]},
+        {"facts": [1]},
+        {"step": [2]},
+    ],
+)
+def test_manifest_of_another_form_is_damaged(copied, changed):
+    """It names no file outside the checkpoint."""
+    body = {"step": 2, "files": {}, "facts": {}} | changed
+    (copied / "manifest.json").write_text(format_manifest(body))  # its own checksum fits
+    with pytest.raises(DamagedError, match="manifest.json: damaged"):
+        checkpoint.verify(copied)
+
+
+@pytest.mark.parametrize(
     "error, waits", [(RunError, True), (RankError, False), (RuntimeError, False)]
 )
 def test_saver_of_many_ranks_waits_only_after_errors_that_all_ranks_raise(tmp_path, error, waits):
