@@ -31,7 +31,18 @@ import triton
 import triton.language as tl
 
 from kernels.triton_schedule import read_tile
-from kernels.triton_tiles import activation, dot, halves, load_tile, main_part, multiply, quarters
+from kernels.triton_tiles import (
+    activation,
+    dot,
+    halves,
+    load_float32,
+    load_tile,
+    main_part,
+    multiply,
+    quarters,
+    tile_mask,
+    tile_offsets,
+)
 
 
 @triton.jit
@@ -50,7 +61,7 @@ def store_activations(
 ):
     """Store pre-activations `part`, with GLU `up`, and gate · act(part), with GLU · up."""
     P: tl.constexpr = 2 * H if GLU else H
-    place = row[:, None] * P + col[None, :]
+    place = tile_offsets(row, col, P)
     part = part.to(hidden.dtype.element_ty)
     tl.store(hidden + place, part, mask=inside)
     act, _ = activation(part.to(tl.float32), SILU)
@@ -97,7 +108,7 @@ def up_kernel(
     WIDTH: tl.constexpr = COLS // 2 if GLU else COLS
     MAIN: tl.constexpr = main_part(WIDTH)
     REST: tl.constexpr = WIDTH if GLU else WIDTH - MAIN
-    N_COL: tl.constexpr = (H + WIDTH - 1) // WIDTH
+    N_COL: tl.constexpr = tl.cdiv(H, WIDTH)
     EVEN: tl.constexpr = C % DEPTH == 0 and H % WIDTH == 0
     expert, first, end = read_tile(table, tl.program_id(0) // N_COL)
     if end == 0:
@@ -126,19 +137,13 @@ def up_kernel(
     hidden += first.to(tl.int64) * P
     activated += first.to(tl.int64) * H
     parts = quarters(total)
+    if REST > 0 and not GLU:  # half as many columns
+        parts = parts + halves(rest)
     ups = quarters(rest) if GLU else parts
-    for i in tl.static_range(4):
+    for i in tl.static_range(len(parts)):
         col = first_col + i * (MAIN // 4) + tl.arange(0, MAIN // 4)
-        inside = (first + row < end)[:, None] & (col < H)[None, :]
+        inside = tile_mask(first + row < end, col < H)
         store_activations(hidden, activated, parts[i], ups[i], row, col, gate, inside, H, GLU, SILU)
-    if REST > 0 and not GLU:
-        parts = halves(rest)
-        for i in tl.static_range(2):
-            col = rest_col + i * (REST // 2) + tl.arange(0, REST // 2)
-            inside = (first + row < end)[:, None] & (col < H)[None, :]
-            store_activations(
-                hidden, activated, parts[i], parts[i], row, col, gate, inside, H, GLU, SILU
-            )
 
 
 @triton.jit
@@ -155,7 +160,7 @@ def rows_kernel(
     DEPTH: tl.constexpr,
 ):
     """Fill out (R, OUT) = a (R, IN) @ b[e], for b (E, IN, OUT) or, TRANSPOSED, (E, OUT, IN)."""
-    N_COL: tl.constexpr = (OUT + COLS - 1) // COLS
+    N_COL: tl.constexpr = tl.cdiv(OUT, COLS)
     EVEN: tl.constexpr = IN % DEPTH == 0 and OUT % COLS == 0
     expert, first, end = read_tile(table, tl.program_id(0) // N_COL)
     if end == 0:
@@ -164,12 +169,17 @@ def rows_kernel(
     row = first + tl.arange(0, ROWS)
     a_row = tl.minimum(row, end - 1).to(tl.int64)
     total, _ = multiply(a, a_row, b, expert, col, None, IN, OUT, OUT, TRANSPOSED, EVEN, ROWS, DEPTH)
-    place = row.to(tl.int64)[:, None] * OUT + col[None, :]
-    tl.store(
-        out + place,
-        total.to(out.dtype.element_ty),
-        mask=(row < end)[:, None] & (col < OUT)[None, :],
-    )
+    place = tile_offsets(row.to(tl.int64), col, OUT)
+    inside = tile_mask(row < end, col < OUT)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_tile(base, row, col, tile, end, STRIDE: tl.constexpr):
+    """Store a tile in base (_, STRIDE): rows before `end`, columns before STRIDE."""
+    place = base + row.to(tl.int64)[:, None] * STRIDE + col[None, :]
+    inside = tile_mask(row < end, col < STRIDE)
+    tl.store(place, tile.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -194,7 +204,7 @@ def rows_ahead_kernel(
     into one: the next tile's loads would be under way while this one is stored, but ptxas then lets
     no two products of sm_90 overlap.
     """
-    N_COL: tl.constexpr = (OUT + COLS - 1) // COLS
+    N_COL: tl.constexpr = tl.cdiv(OUT, COLS)
     MAIN: tl.constexpr = main_part(COLS)
     for tile in range(tl.program_id(0), tl.load(table + 3 * N_TILE) * N_COL, tl.num_programs(0)):
         expert, first, end = read_tile(table, tile // N_COL)
@@ -213,17 +223,10 @@ def rows_ahead_kernel(
                 if COLS > MAIN:
                     rest = dot(a_tile, b_rest.load([expert * IN + done, first_col + MAIN]), rest)
         row = first + tl.arange(0, ROWS)
-        col = first_col + tl.arange(0, MAIN)
-        place = out + row.to(tl.int64)[:, None] * OUT
-        tl.store(
-            place + col[None, :],
-            total.to(out.dtype.element_ty),
-            mask=(row < end)[:, None] & (col < OUT)[None, :],
-        )
+        store_tile(out, row, first_col + tl.arange(0, MAIN), total, end, OUT)
         if COLS > MAIN:
             col = first_col + MAIN + tl.arange(0, COLS - MAIN)
-            inside = (row < end)[:, None] & (col < OUT)[None, :]
-            tl.store(place + col[None, :], rest.to(out.dtype.element_ty), mask=inside)
+            store_tile(out, row, col, rest, end, OUT)
 
 
 @triton.jit
@@ -253,7 +256,7 @@ def down_grad_kernel(
     the entries.
     """
     P: tl.constexpr = 2 * H if GLU else H
-    N_COL: tl.constexpr = (H + COLS - 1) // COLS
+    N_COL: tl.constexpr = tl.cdiv(H, COLS)
     EVEN: tl.constexpr = C % DEPTH == 0 and H % COLS == 0
     expert, first, end = read_tile(table, tl.program_id(0) // N_COL)
     if end == 0:
@@ -274,13 +277,11 @@ def down_grad_kernel(
     for i in tl.static_range(PARTS):
         d_act = halves(parts[i // 2])[i % 2] if GLU else parts[i]
         col = first_col + i * (COLS // PARTS) + tl.arange(0, COLS // PARTS)
-        place = row[:, None] * P + col[None, :]
-        inside = (row < end)[:, None] & (col < H)[None, :]
-        act, slope = activation(
-            tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32), SILU
-        )
+        place = tile_offsets(row, col, P)
+        inside = tile_mask(row < end, col < H)
+        act, slope = activation(load_float32(hidden + place, mask=inside), SILU)
         if GLU:
-            up = tl.load(hidden + place + H, mask=inside, other=0.0).to(tl.float32)
+            up = load_float32(hidden + place + H, mask=inside)
             tl.store(
                 d_hidden + place + H,
                 (gate * d_act * act).to(d_hidden.dtype.element_ty),
@@ -370,8 +371,8 @@ def weight_grad_kernel(
     in every step. Past a segment's end only the operand by row is masked: its zeros meet a row of
     the segment's last token.
     """
-    N_COL: tl.constexpr = (B + COLS - 1) // COLS
-    N_TILE: tl.constexpr = (A + ROWS - 1) // ROWS * N_COL
+    N_COL: tl.constexpr = tl.cdiv(B, COLS)
+    N_TILE: tl.constexpr = tl.cdiv(A, ROWS) * N_COL
     MAIN: tl.constexpr = main_part(COLS)
     EVEN: tl.constexpr = A % ROWS == 0 and B % COLS == 0
     group = tl.program_id(0) // N_TILE
@@ -407,9 +408,9 @@ def weight_grad_kernel(
         if tl.load(offsets + expert) < tl.load(line + 2):
             target = partial + group.to(tl.int64) * A * B
         place = target + a_col[:, None] * B
-        tl.store(place + b_col[None, :], total, mask=(a_col < A)[:, None] & (b_col < B)[None, :])
+        tl.store(place + b_col[None, :], total, mask=tile_mask(a_col < A, b_col < B))
         if COLS > MAIN:
-            inside = (a_col < A)[:, None] & (c_col < B)[None, :]
+            inside = tile_mask(a_col < A, c_col < B)
             tl.store(place + c_col[None, :], rest, mask=inside)
 
 
@@ -425,7 +426,7 @@ def add_partial_kernel(
     BLOCK: tl.constexpr,
 ):
     """Add to out (E, SIZE) the sums of experts' rows in later groups, partial (groups, SIZE)."""
-    N_BLOCK: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    N_BLOCK: tl.constexpr = tl.cdiv(SIZE, BLOCK)
     group = tl.program_id(0) // N_BLOCK + 1
     expert = tl.load(shares + 4 * group).to(tl.int64)
     start = tl.load(shares + 4 * group + 2)
@@ -454,15 +455,13 @@ def combine_kernel(
     COLS: tl.constexpr,
 ):
     """Fill out (N, C): the fp32 sum of each token's rows (R, C), in the order of its choices."""
-    N_COL: tl.constexpr = (C + COLS - 1) // COLS
+    N_COL: tl.constexpr = tl.cdiv(C, COLS)
     token = tl.program_id(0) // N_COL * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) % N_COL * COLS + tl.arange(0, COLS)
-    inside = (token < N)[:, None] & (col < C)[None, :]
+    inside = tile_mask(token < N, col < C)
     total = tl.zeros((ROWS, COLS), tl.float32)
     for k in tl.range(0, TOP_K, loop_unroll_factor=4):
         row = tl.load(inverse + token * TOP_K + k, mask=token < N, other=0).to(tl.int64)
-        total += tl.load(rows + row[:, None] * C + col[None, :], mask=inside, other=0.0).to(
-            tl.float32
-        )
-    place = token.to(tl.int64)[:, None] * C + col[None, :]
+        total += load_float32(rows + row[:, None] * C + col[None, :], mask=inside)
+    place = tile_offsets(token.to(tl.int64), col, C)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)

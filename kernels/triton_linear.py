@@ -18,7 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.operators import define_operator
-from kernels.triton_tiles import INTERPRETED, divide_up, power_of_2
+from kernels.triton_tiles import (
+    INTERPRETED,
+    divide_up,
+    load_float32,
+    power_of_2,
+    tile_mask,
+    tile_offsets,
+)
 
 LARGEST = 128  # experts; more would spill registers
 # On 8.0 some spill, and for 10.0 Triton 3.6 and 3.7 compile some of them to a trap.
@@ -68,17 +75,17 @@ def logits_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, EXPERTS)
     c = tl.arange(0, DEPTH)
-    place = row.to(tl.int64)[:, None] * C + c[None, :]
+    place = tile_offsets(row.to(tl.int64), c, C)
     total = tl.zeros((ROWS, EXPERTS), tl.float32)
     for done in range(0, C, DEPTH):
-        used = (c < C - done)[None, :]
-        a = tl.load(x + place + done, mask=(row < N)[:, None] & used, other=0.0)  # (ROWS, DEPTH)
+        used = c < C - done
+        a = load_float32(x + place + done, mask=tile_mask(row < N, used))  # (ROWS, DEPTH)
         w = weight + e[:, None] * C + c[None, :] + done
-        b = tl.load(w, mask=(e < E)[:, None] & used, other=0.0)  # (EXPERTS, DEPTH)
+        b = load_float32(w, mask=tile_mask(e < E, used))  # (EXPERTS, DEPTH)
         total = multiply(a, b.T, total, PRECISION)
     if BIAS:
-        total += tl.load(bias + e, mask=e < E, other=0.0)[None, :]
-    inside = (row < N)[:, None] & (e < E)[None, :]
+        total += load_float32(bias + e, mask=e < E)[None, :]
+    inside = tile_mask(row < N, e < E)
     tl.store(out + row.to(tl.int64)[:, None] * E + e[None, :], total, mask=inside)
 
 
@@ -96,19 +103,19 @@ def logits_input_grad_kernel(
     PRECISION: tl.constexpr,
 ):
     """Fill out (N, C) = d (N, E) @ weight (E, C)."""
-    N_COL: tl.constexpr = (C + COLS - 1) // COLS
+    N_COL: tl.constexpr = tl.cdiv(C, COLS)
     row = tl.program_id(0) // N_COL * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) % N_COL * COLS + tl.arange(0, COLS)
     e = tl.arange(0, DEPTH)
-    place = row.to(tl.int64)[:, None] * E + e[None, :]
+    place = tile_offsets(row.to(tl.int64), e, E)
     total = tl.zeros((ROWS, COLS), tl.float32)
     for done in range(0, E, DEPTH):
         used = e < E - done
-        a = tl.load(d + place + done, mask=(row < N)[:, None] & used[None, :], other=0.0)
+        a = load_float32(d + place + done, mask=tile_mask(row < N, used))
         w = weight + (done + e)[:, None] * C + col[None, :]
-        b = tl.load(w, mask=used[:, None] & (col < C)[None, :], other=0.0)  # (DEPTH, COLS)
+        b = load_float32(w, mask=tile_mask(used, col < C))  # (DEPTH, COLS)
         total = multiply(a, b, total, PRECISION)
-    inside = (row < N)[:, None] & (col < C)[None, :]
+    inside = tile_mask(row < N, col < C)
     tl.store(out + row.to(tl.int64)[:, None] * C + col[None, :], total, mask=inside)
 
 
@@ -127,21 +134,19 @@ def logits_weight_grad_kernel(
     PRECISION: tl.constexpr,
 ):
     """Fill partial (groups, E, C): dᵀ x over each group's tokens, for d (N, E) and x (N, C)."""
-    N_COL: tl.constexpr = (C + COLS - 1) // COLS
+    N_COL: tl.constexpr = tl.cdiv(C, COLS)
     group = tl.program_id(0) // N_COL
     col = tl.program_id(0) % N_COL * COLS + tl.arange(0, COLS)
     e = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS, COLS), tl.float32)
     for step in range(STEPS):
         row = (group * STEPS + step) * DEPTH + tl.arange(0, DEPTH)
-        used = (row < N)[:, None]
         wide = row.to(tl.int64)[:, None]
-        a = tl.load(d + wide * E + e[None, :], mask=used & (e < E)[None, :], other=0.0)
-        b = tl.load(x + wide * C + col[None, :], mask=used & (col < C)[None, :], other=0.0)
+        a = load_float32(d + wide * E + e[None, :], mask=tile_mask(row < N, e < E))
+        b = load_float32(x + wide * C + col[None, :], mask=tile_mask(row < N, col < C))
         total = multiply(a.T, b, total, PRECISION)
-    inside = (e < E)[:, None] & (col < C)[None, :]
-    place = (group * E + e)[:, None] * C + col[None, :]
-    tl.store(partial + place, total, mask=inside)
+    place = tile_offsets(group * E + e, col, C)
+    tl.store(partial + place, total, mask=tile_mask(e < E, col < C))
 
 
 def choose_precision(plan: Plan) -> str:

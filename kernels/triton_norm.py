@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.operators import define_operator
-from kernels.triton_tiles import divide_up, power_of_2
+from kernels.triton_tiles import divide_up, load_float32, power_of_2, tile_mask, tile_offsets
 
 LARGEST = 8192  # channels; a row lies in the registers of one program
 ELEMENTS = 1024  # of a program's tile, 8 in a thread, unless a row is longer
@@ -59,17 +59,17 @@ def add_norm_kernel(
     """Fill total (N, C) with x + y, normed with its norm and, if EXACT, exact, too."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
-    at = row.to(tl.int64)[:, None] * C + col[None, :]
-    used = (row < N)[:, None] & (col < C)[None, :]
-    s = tl.load(x + at, mask=used, other=0.0).to(tl.float32)
+    at = tile_offsets(row.to(tl.int64), col, C)
+    used = tile_mask(row < N, col < C)
+    s = load_float32(x + at, mask=used)
     if ADD:
-        s += tl.load(y + at, mask=used, other=0.0).to(tl.float32)
+        s += load_float32(y + at, mask=used)
     s = s.to(total.dtype.element_ty)
     tl.store(total + at, s, mask=used)
     out = standardize(s.to(tl.float32), used, C, eps, RMS)[0]
-    out *= tl.load(weight + col, mask=col < C, other=0.0).to(tl.float32)[None, :]
+    out *= load_float32(weight + col, mask=col < C)[None, :]
     if BIAS:
-        out += tl.load(bias + col, mask=col < C, other=0.0).to(tl.float32)[None, :]
+        out += load_float32(bias + col, mask=col < C)[None, :]
     tl.store(normed + at, out.to(normed.dtype.element_ty), mask=used)
     if EXACT:
         tl.store(exact + at, out.to(exact.dtype.element_ty), mask=used)
@@ -97,17 +97,17 @@ def add_norm_grad_kernel(
 ):
     """Fill d_x (N, C), if CAST also d_y with the same, and sums (1 + BIAS, programs, C)."""
     col = tl.arange(0, BLOCK)
-    w = tl.load(weight + col, mask=col < C, other=0.0).to(tl.float32)[None, :]
+    w = load_float32(weight + col, mask=col < C)[None, :]
     weight_sum, bias_sum = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
-        at = row.to(tl.int64)[:, None] * C + col[None, :]
-        used = (row < N)[:, None] & (col < C)[None, :]
-        s = tl.load(total + at, mask=used, other=0.0).to(tl.float32)
-        d = tl.load(d_normed + at, mask=used, other=0.0).to(tl.float32)
-        rest = tl.load(d_total + at, mask=used, other=0.0).to(tl.float32)
+        at = tile_offsets(row.to(tl.int64), col, C)
+        used = tile_mask(row < N, col < C)
+        s = load_float32(total + at, mask=used)
+        d = load_float32(d_normed + at, mask=used)
+        rest = load_float32(d_total + at, mask=used)
         if EXACT:
-            d += tl.load(d_exact + at, mask=used, other=0.0).to(tl.float32)
+            d += load_float32(d_exact + at, mask=used)
         # after all loads: they do not cross its barriers
         s, step = standardize(s, used, C, eps, RMS)
         weight_sum += d * s

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.operators import define_operator
-from kernels.triton_tiles import divide_up, power_of_2
+from kernels.triton_tiles import divide_up, load_float32, power_of_2, tile_mask, tile_offsets
 
 PHIS = ("identity", "relu", "exp", "sqrtexp", "sigmoid", "tanh", "sqrtsoftplus")  # of router.PHI
 LARGEST = 512  # experts; a row of scores lies in the registers of one warp
@@ -174,14 +174,14 @@ def route_kernel(
     _, first, inside = find_tokens(T, PROGRAMS, ROWS)
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
-    at = row[:, None] * E + col[None, :]
+    at = tile_offsets(row, col, E)
     real = (col < E)[None, :] & (row >= 0)[:, None]
     stored = (col < E)[None, :] & inside[:, None]
-    s = tl.load(logits + first * E + at, mask=stored, other=0.0)
+    s = load_float32(logits + first * E + at, mask=stored)
     q = stage(s, real, PRE_1, PHI_1, POST_1)
     tl.store(scores + first * E + at, q, mask=stored)
 
-    shifted = q + tl.load(selection_bias + col, mask=col < E, other=0.0)[None, :]
+    shifted = q + load_float32(selection_bias + col, mask=col < E)[None, :]
     bits = tl.where(shifted == 0, 0.0, shifted).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
     # as two's complement it sorts like the floats, NaN first
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -250,12 +250,10 @@ def route_sum_kernel(
         sums += b.to(tl.int64) * PROGRAMS * width
         share, count = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
         for first in range(0, PROGRAMS, ROWS):
-            mask = (first + row < PROGRAMS)[:, None] & (col < E)[None, :]
-            share += tl.load(
-                sums + (first + row)[:, None] * width + col[None, :], mask=mask, other=0.0
-            )
-            count += tl.load(
-                sums + (first + row)[:, None] * width + E + col[None, :], mask=mask, other=0.0
+            mask = tile_mask(first + row < PROGRAMS, col < E)
+            share += load_float32(sums + (first + row)[:, None] * width + col[None, :], mask=mask)
+            count += load_float32(
+                sums + (first + row)[:, None] * width + E + col[None, :], mask=mask
             )
         tl.store(probability + b * E + col, tl.sum(share, 0) / T, mask=col < E)
         tl.store(loads + b * E + col, tl.sum(count, 0).to(tl.int64), mask=col < E)
@@ -263,9 +261,9 @@ def route_sum_kernel(
         which = tl.arange(0, 8)
         total = tl.zeros((ROWS, 8), tl.float32)
         for first in range(0, B * PROGRAMS, ROWS):
-            mask = (first + row < B * PROGRAMS)[:, None] & (which < SCALARS)[None, :]
+            mask = tile_mask(first + row < B * PROGRAMS, which < SCALARS)
             at = sums + (first + row).to(tl.int64)[:, None] * width + 2 * E + which[None, :]
-            total += tl.load(at, mask=mask, other=0.0)
+            total += load_float32(at, mask=mask)
         # Added to a tensor: Triton turns arguments that are 1 into constants, as B and T of a
         # single token.
         n = (tl.zeros((8,), tl.float32) + B * T) * tl.where(which == 2, TOP_K, 1)
@@ -308,10 +306,10 @@ def route_grad_kernel(
     """Fill d_logits, and d_scale with this program's part of γ's gradient."""
     sequence, first, inside = find_tokens(T, PROGRAMS, ROWS)
     row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    at = row[:, None] * E + col[None, :]
+    at = tile_offsets(row, col, E)
     real = (col < E)[None, :] & (row >= 0)[:, None]
     stored = (col < E)[None, :] & inside[:, None]
-    s = tl.load(logits + first * E + at, mask=stored, other=0.0)
+    s = load_float32(logits + first * E + at, mask=stored)
     q = stage(s, real, PRE_1, PHI_1, POST_1)
     d_q = tl.zeros((ROWS, BLOCK), tl.float32)
     d_s = tl.zeros((ROWS, BLOCK), tl.float32)  # what bypasses the scores
@@ -321,7 +319,7 @@ def route_grad_kernel(
             expert = tl.load(experts + first * TOP_K + row * TOP_K + k, mask=inside, other=-1).to(
                 tl.int32
             )
-            d = tl.load(d_weights + first * TOP_K + row * TOP_K + k, mask=inside, other=0.0)
+            d = load_float32(d_weights + first * TOP_K + row * TOP_K + k, mask=inside)
             hit = col[None, :] == expert[:, None]
             chosen = chosen | hit
             d_w = tl.where(hit, d[:, None], d_w)
@@ -337,7 +335,7 @@ def route_grad_kernel(
         d_q += stage_grad(q, chosen, d_w, PRE_2, PHI_2, POST_2)
     if BALANCE:
         share, step = distribute(q)
-        d = tl.load(d_probability + sequence * E + col, mask=col < E, other=0.0)[None, :] / T
+        d = load_float32(d_probability + sequence * E + col, mask=col < E)[None, :] / T
         d_q += tl.where(q > 0, (d - tl.sum(d * share, 1)[:, None]) * step[:, None], 0.0)
     if Z_LOSS:
         top = tl.max(tl.where(real, s, -float("inf")), 1)

@@ -48,13 +48,31 @@ def dot(a, b, total):
 
 
 @triton.jit
+def tile_mask(rows, cols):
+    """The mask of a tile from those of its rows and columns."""
+    return rows[:, None] & cols[None, :]
+
+
+@triton.jit
+def tile_offsets(row, col, STRIDE: tl.constexpr):
+    """Where the elements of rows and columns are in a matrix with STRIDE columns."""
+    return row[:, None] * STRIDE + col[None, :]
+
+
+@triton.jit
+def load_float32(place, mask):
+    """Load numbers as float32, 0 where the mask is false."""
+    return tl.load(place, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_tile(
     base, row, col, end, limit, STRIDE: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr
 ):
     """Load rows and columns of base (_, STRIDE): 0 from row `end`, from column `limit` on."""
     place = base + row[:, None] * STRIDE + col[None, :]
     if BY_ROW and BY_COL:
-        return tl.load(place, mask=(row < end)[:, None] & (col < limit)[None, :], other=0.0)
+        return tl.load(place, mask=tile_mask(row < end, col < limit), other=0.0)
     if BY_ROW:
         return tl.load(place, mask=(row < end)[:, None], other=0.0)
     if BY_COL:
