@@ -155,8 +155,8 @@ def find_spec(router: str) -> RouterSpec | None:
             fields[name] = True
         elif name in ("pre", "post") and value:
             fields[name] = value
-        elif name == "c" and re.fullmatch(r"\d+(\.\d+)?", value) and float(value) > 0:
-            fields[name] = float(value)
+        elif name == "c" and re.fullmatch(r"\d+(\.\d+)?", value) and 1e-37 < float(value) < 1e38:
+            fields[name] = float(value)  # as float32 neither 0 nor infinite
         elif term == "c=monte_carlo":
             fields[name] = value
         else:

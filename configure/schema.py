@@ -332,7 +332,7 @@ class Model(Section):
         if value not in read_router_names() and "," not in value:
             choices = ", ".join(repr(name) for name in read_router_names())
             raise ValueError(f"Input should be {choices}, or a formula with commas")
-        return ", ".join(part.strip() for part in value.split(","))  # one name for one formula
+        return value
 
 
 class Mix(dict[str, float]):

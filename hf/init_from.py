@@ -202,6 +202,7 @@ def _fit_state(
     unused = []
     # it follows from the config; else match_gates may have set it
     new_scale = not {"router", "top_k", "gate_scale"}.isdisjoint(changes)
+    new_scale |= model.gate_norm > 0 and "n_hash_layer" in changes
     for name in list(state):
         if new_scale and name.endswith("router.c"):
             del state[name]

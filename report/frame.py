@@ -325,7 +325,8 @@ def has_two_lengths(run: Run) -> bool:
     """
     rates = run.series("optim/lr")
     steps = sorted(step for step in rates if step >= run.config.optim.warmup_steps)
-    return any(rates[later] > rates[step] for step, later in pairwise(steps))
+    # the warm-up's last rate may be rounded below the peak
+    return any(rates[later] > rates[step] * (1 + 1e-6) for step, later in pairwise(steps))
 
 
 def choose_label_keys(runs: Sequence[Run], key: str | None) -> list[str]:

@@ -117,14 +117,16 @@ class RunFolder(Run):
         """
         try:
             recorded = self.recorded
-        except configure.ConfigError:
+            if recorded is None or refused_changes(recorded, self.keep_recorded(config)):
+                return False
+            lengths = recorded.train.max_steps, config.train.max_steps
+            if lengths[0] == lengths[1]:
+                return True
+            names = self.path.name, config.run.name
+            is_named = any(f"max_steps{x}" in name for x, name in zip(lengths, names, strict=True))
+            return not is_named and not self.ended
+        except (configure.ConfigError, RunError):
             return False
-        if recorded is None or refused_changes(recorded, self.keep_recorded(config)):
-            return False
-        length = recorded.train.max_steps
-        if length == config.train.max_steps:
-            return True
-        return f"max_steps{length}" not in self.path.name and not self.ended
 
     def is_complete(self, config: Config, step: int) -> bool:
         """True if the checkpoint of `step` is the end, and the last evaluation is done."""
@@ -249,10 +251,14 @@ def find_or_rename(config: Config) -> Config:
     """
     own = RunFolder(path_of(config))
     name = config.run.name
+    held = []
     for path in [own.path, *list_matching(own.path.parent, "*")]:
         is_related = path.name.startswith(f"{name}-") or name.startswith(f"{path.name}-")
         if (path == own.path or is_related) and RunFolder(path).holds(config):
-            return replace(config, "run", name=path.name)
+            held.append(RunFolder(path))
+    if held:  # the first of its length, if there is one
+        run = min(held, key=lambda run: run.max_steps != config.train.max_steps)
+        return replace(config, "run", name=run.path.name)
     if own.recorded is None:
         own.find_changes(config)  # refuses checkpoints without a config
         return config

@@ -215,11 +215,12 @@ def list_points(file: str, overrides: list[str]) -> list[Point]:
     config has its own.
     """
     combinations = configure.sweep_points(file, overrides)
+    is_chosen = configure.is_name_chosen(file, overrides)
     points = []
     for number, point in enumerate(combinations, 1):
         config = configure.load(file, point)
         name = config.run.name
-        if not configure.is_name_chosen(file, point):
+        if not is_chosen:
             with suppress(RunError, ConfigError):  # train.py explains it better
                 config = folder.find_or_rename(config)
         if config.run.name != name:

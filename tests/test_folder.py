@@ -84,8 +84,17 @@ def test_a_run_that_has_ended_is_not_trained_on_to_another_length(config_of, cap
         name = begin(config_of(f"train.max_steps={length}"))
         assert name == f"mine-kern-max_steps{length}"
     assert begin(config_of("train.max_steps=20_000")) == "mine-kern"
+    of_50 = path_of(config_of()).with_name("mine-kern-other")
+    shutil.copytree(path_of(config_of()), of_50)  # one that cannot be read is no obstacle
+    (of_50 / "metrics.jsonl").write_text("{}\n{}\n")
+    assert begin(config_of("train.max_steps=50_000")) == "mine-kern-max_steps50000"
+    # an unfinished run of another length does not hide the one of this length
+    (path_of(config_of()) / "metrics.jsonl").unlink()
+    assert (
+        find_or_rename(config_of("train.max_steps=40_000")).run.name == "mine-kern-max_steps40000"
+    )
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 3 and "config (train.max_steps: 20000 -> 30000); this one" in said[0]
+    assert len(said) == 4 and "config (train.max_steps: 20000 -> 30000); this one" in said[0]
 
 
 def test_an_edited_file_trains_beside_the_first_run_unless_its_name_was_chosen(tiny_file, call):

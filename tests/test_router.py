@@ -319,6 +319,7 @@ REFUSED = {
     "cosh, gamma": "phi 'cosh' is not one of identity",
     "tanh, post=l3 over all": "norm 'l3 over all' is not",
     "tanh, c=0": NOT_A_TERM,
+    f"tanh, c={10**39}": NOT_A_TERM,
     "exp, c=2": "needs a post norm",
     "tanh, pre=l2 over all, c=monte_carlo": "'relu' after pre 'l2 over all'",
     "tanh, pre=l2 over topk, post=l1 over all": "no meaning; take post=l1 over topk",
