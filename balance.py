@@ -183,7 +183,7 @@ class SelectionBias:
             bias = router.selection_bias
             old_bias = bias.clone()
             if router.hash_table is not None:
-                pass
+                pass  # its table chooses
             elif self.n_bin:
                 bounds = router.spec.score_range
                 solved = solve_selection_bias(bias, histogram, router.top_k, bounds)

@@ -80,9 +80,8 @@ def sample_square(
     total_of_squares = 0.0
     while True:
         z = torch.randn(n_token, n_expert, generator=generator, device="cpu")
-        squares = (
-            router.choose(tau * z, experts).weights.double().square().sum(-1)
-        )  # (n_token,) Σ g²
+        gates = router.choose(tau * z, experts).weights.double()  # (n_token, K)
+        squares = gates.square().sum(-1)
         count += n_token
         total += squares.sum().item()
         total_of_squares += squares.square().sum().item()

@@ -119,12 +119,12 @@ class RunFolder(Run):
             recorded = self.recorded
             if recorded is None or refused_changes(recorded, self.keep_recorded(config)):
                 return False
-            lengths = recorded.train.max_steps, config.train.max_steps
-            if lengths[0] == lengths[1]:
+            old, new = recorded.train.max_steps, config.train.max_steps
+            if old == new:
                 return True
-            names = self.path.name, config.run.name
-            is_named = any(f"max_steps{x}" in name for x, name in zip(lengths, names, strict=True))
-            return not is_named and not self.ended
+            if f"max_steps{old}" in self.path.name or f"max_steps{new}" in config.run.name:
+                return False
+            return not self.ended
         except (configure.ConfigError, RunError):
             return False
 

@@ -86,7 +86,8 @@ def test_a_run_that_was_made_longer_on_its_way_is_not_compared(tmp_path, rises, 
     def set_rate(line):
         if "train/loss" in line:
             warm_up = min(line["step"], 300) / 300 * (1 - 1e-15 * (line["step"] == 300))
-            line["optim/lr"] = warm_up * (1 - line["step"] / 2000) + (line["step"] == rises)
+            decay = max(line["step"] - 600, 0) / 2000
+            line["optim/lr"] = warm_up * (1 - decay) + (line["step"] == rises)
 
     run = make_run(tmp_path / "run", "optim.warmup_steps=300")
     change_lines(run, set_rate)

@@ -152,6 +152,16 @@ def test_what_the_user_sets_wins(module_tiny, source, word):
         assert block.mlp.router.c.item() == pytest.approx(gate_scale(config.model))
 
 
+def test_a_layer_that_becomes_a_hash_layer_gets_its_factor(tiny):
+    same = ["model.router=kern", "model.gate_norm=1"]
+    run(first := tiny("run.name=first", *same))
+    more = ["run.name=hashed", "model.n_hash_layer=1", *ONCE]
+    run(config := tiny(f"train.init_from={path_of(first)}", *same, *more))
+    factors = [block.mlp.router.c.item() for block in load_model(path_of(config)).model.blocks]
+    wanted = [gate_scale(config.model, by_table=True), gate_scale(config.model)]
+    assert factors == pytest.approx(wanted) and wanted[0] > 1.1 * wanted[1]
+
+
 def test_hash_layers_keep_their_table_and_the_norm_of_their_gates(tiny, source, tmp_path, capsys):
     """Of an export with another table than by default."""
     run(first := tiny("run.name=first", "model.router=softmax", "model.n_hash_layer=1"))

@@ -104,6 +104,16 @@ def test_finished_points_are_skipped_and_others_are_not(sweep_file, call, tmp_pa
     assert points[0].steps_done() == 3  # its last evaluation is left to do
 
 
+def test_points_of_an_added_axis_leave_runs_of_another_length_alone(sweep_file):
+    words = ["--optim.lr=[1e-3,2e-3]", "--model.router=dense", "--run.seed=0"]
+    points = sweep.list_points(str(sweep_file), words)
+    train_run(points[0].config)
+    first, second = sweep.list_points(str(sweep_file), [*words, "--train.max_steps=6"])
+    assert first.folder == points[0].folder.with_name(f"{points[0].folder.name}-max_steps6")
+    assert first.overrides[-1] == f"--run.name={first.folder.name}"
+    assert second.folder == points[1].folder and second.steps_done() == 0
+
+
 def test_a_point_whose_folder_has_another_configs_run_trains_beside_it(
     sweep_file, fake_trainer, call, tiny
 ):
