@@ -6,6 +6,7 @@ ZeRO-2 (arXiv 1910.02054) is FSDP2 with reshard_after_forward=False. HSDP uses i
 one micro-batch.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -171,6 +172,15 @@ def plan_routes(experts: Tensor, n_expert: int, group: dist.ProcessGroup) -> tup
     return Routes(order, n_sent, n_received, group), local_experts.unsqueeze(1)
 
 
+DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
+# Rank 0's buffers must not overwrite the others' in every forward pass; torch 2.13 renamed the
+# option.
+if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+    DDP_OPTIONS["forward_sync_buffers"] = False
+else:
+    DDP_OPTIONS["broadcast_buffers"] = False
+
+
 # ---- all ways
 class Compute(NamedTuple):
     """Device, type and parallelism of a rank."""
@@ -324,10 +334,9 @@ def _replicate(model: GPT, ranks: Ranks, expert_mesh: DeviceMesh | None) -> nn.M
         # where vectorized kernels are slower.
         if p.numel() % 4 and p.requires_grad:
             unaligned[name] = p
-    # rank 0's buffers must not overwrite the others' in every forward pass
-    names = [*experts, *unaligned, *dict(model.named_buffers())]
+    names = [*experts, *unaligned]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    runner = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    runner = DistributedDataParallel(model, **DDP_OPTIONS)
     average_gradients(runner, unaligned, None, ranks.world_size)
     return runner
 
