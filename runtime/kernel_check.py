@@ -19,7 +19,7 @@ from kernels import add_norm, expert_mlp, linear, route
 from kernels.cross_entropy import linear_cross_entropy
 from model import build_router
 from router import find_spec
-from runtime.optimizers import AdamW, CopyingAdamW, HalfCopies, Optimizers, allocate_moments
+from runtime.optimizers import AdamW
 
 Draw = Callable[..., Tensor]  # of a shape: normal random numbers, the same for each backend
 # of the model, tokens, Draw, and a backend: outputs and gradients
@@ -156,18 +156,28 @@ def compute_experts(config: Model, n_token: int, draw: Draw, backend: str) -> li
 def compute_adamw(config: Model, n_token: int, draw: Draw, backend: str) -> list[Tensor]:
     """Take a step of AdamW; the kernel also writes the weight's copy in half precision."""
     weight, gradient = draw(4097).detach(), draw(4097).detach()
-    weight.grad = gradient
-    half = HalfCopies([], torch.half, backend)
-    half.copies[weight] = torch.zeros_like(weight, dtype=torch.half)
     settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     if backend == "torch":
-        part = AdamW([weight], **settings, fused=True)
+        weight.grad = gradient
+        optimizer = AdamW([weight], **settings)
+        optimizer.step()
+        state = optimizer.state[weight]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        copy = weight.half()
     else:
-        part = CopyingAdamW([{"params": [weight]}], settings, half)
-    optimizers = Optimizers([part], [weight])
-    allocate_moments(optimizers)
-    optimizers.step(grad_scale=torch.ones(()), found_inf=torch.zeros(()))
-    half.refresh()  # where no kernel wrote the copy
-    state = part.state[weight]
-    rounding = half.copies[weight] - weight.half()  # 0: the copy is the weight's own
-    return [weight, state["exp_avg"], state["exp_avg_sq"], rounding]
+        mean, square = torch.zeros(4097), torch.zeros(4097)
+        copy = torch.empty(4097, dtype=torch.half)
+        one, zero = torch.ones(()), torch.zeros(())
+        kernels.triton.triton_adamw.adamw_step(
+            weight,
+            gradient,
+            mean,
+            square,
+            copy,
+            one,  # steps taken
+            one,  # the gradient's scale
+            zero,  # nothing is infinite
+            *settings.values(),
+        )
+    rounding = copy - weight.half()  # 0: the copy is the weight's own
+    return [weight, mean, square, rounding]
