@@ -216,8 +216,8 @@ def find_unknown_id(model: dict) -> int | None:
 def read_tokenizer_folder(folder: Path) -> FileTokenizer:
     """The tokenizer of a model's folder: tokenizer.json, and the token that ends a document.
 
-    Raises DataError if a file is missing or unreadable, or no token can end a document, see
-    `find_eot`.
+    Raises DataError if a file is missing or unreadable, ids do not fit uint16, or no token can end
+    a document, see `find_eot`.
     """
     try:
         contents = [read_content(folder / TOKENIZER_FILE)]
@@ -225,7 +225,12 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
             file = folder / name
             contents.append(read_content(file) if exists(file) else b"{}")
         eot = find_eot(*map(json.loads, contents))
-        return FileTokenizer(folder.resolve().name, contents[0], eot)
+        tokenizer = FileTokenizer(folder.resolve().name, contents[0], eot)
+        if tokenizer.vocab_size > 2**16:
+            raise DataError(
+                f"it has {tokenizer.vocab_size} ids, shards hold 65536; use another tokenizer"
+            )
+        return tokenizer
     except DataError as error:
         raise DataError(f"{folder}: {error}") from None
     except Exception as error:  # `tokenizers` raises plain Exceptions

@@ -35,18 +35,13 @@ class Writer(AbstractContextManager["Writer"]):
     Without `finish`, the partial folder is removed at the end, unless it has a record of progress.
 
     Raises:
-        DataError: ids do not fit uint16, another process writes this set, or, from `finish`, the
-            folder contains files that do not belong to a set.
+        DataError: another process writes this set, or, from `finish`, the folder contains files
+            that do not belong to a set.
     """
 
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
     ) -> None:
-        if tokenizer.vocab_size > 2**16:
-            raise DataError(
-                f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids; "
-                f"uint16 shards hold 65536"
-            )
         self.folder = folder
         self.partial = partial_folder(folder)
         self.tokenizer = tokenizer

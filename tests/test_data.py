@@ -10,7 +10,6 @@ import tempfile
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -104,8 +103,6 @@ def test_where_gpt2s_file_is_sought(tmp_path, monkeypatch, fake_ranks):
     for ranks in (None, cached):
         with pytest.raises(DataError, match=f"{cached}: not GPT-2.s BPE file: .*{sha256}"):
             load_tokenizer("gpt2", ranks)
-    with pytest.raises(DataError, match="65537 ids; uint16"):
-        Writer(tmp_path / "set", SimpleNamespace(name="big", vocab_size=65537))
     ids = [*gpt2.encode("à propos"), gpt2.eot]
     folder = write_ids(tmp_path / "set", ids, ids, tokenizer=gpt2)  # the set has the file
     assert documents_of(folder) == {"train": ["à propos"], "val": ["à propos"]}

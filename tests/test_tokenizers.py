@@ -219,6 +219,18 @@ def test_the_end_of_a_document(folders, number, token, wanted):
     assert f"1 ({END})" in str(error.value) and "(</s>)" in str(error.value)
 
 
+def test_ids_that_do_not_fit_are_refused(folders, tmp_path):
+    """As those of most models of 2024 and later; before any text is read."""
+    body = json.loads((folders["byte level"] / "tokenizer.json").read_text())
+    files = {"tokenizer.json": body, "config.json": {"eos_token_id": 1}}
+    body["model"]["vocab"]["t"] = 65535
+    assert load_tokenizer(str(write_jsons(tmp_path / "fits", files))).encode("t") == [65535]
+    body["model"]["vocab"]["t"] = 65536
+    folder = write_jsons(tmp_path / "large", files)
+    with pytest.raises(DataError, match=f"^{folder}: it has 65537 ids, shards hold 65536"):
+        load_tokenizer(str(folder))
+
+
 def test_documents_are_compared_throughout(run, tmp_path, monkeypatch, small_batches):
     """The first of each file, and each 31st after it; of these the first of 31 pieces."""
     encode = mock.Mock(side_effect=BYTES.encode)
