@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from configure.schema import KEYS, SECTIONS, Config, Model, Optim, Train
+from configure.schema import KEYS, SECTIONS, Config, Model, Optim, Train, has_effect
 
 LAST_COMMIT = "e125ff1"  # it had them all
 
@@ -49,6 +49,12 @@ REMOVED = {
     "optim.momentum": Removed(0.95, "Muon's is 0.95"),
 }
 
+# What a run did whose config.toml lacks both this key and the younger one.
+OLDER = {
+    "eval.spread": ("tokens", "eval.tasks"),
+    "optim.muon_split": (False, "optim.muon_experts"),
+}
+
 
 def find_removed(key: str, value: Any) -> Removed | None:
     """What is removed: the key, or this value of it."""
@@ -59,7 +65,13 @@ def find_removed(key: str, value: Any) -> Removed | None:
 
 
 def drop_removed(recorded: dict[str, Any]) -> None:
-    """Delete, from a run's own settings by dotted key, what is removed and has its default."""
+    """Delete, from a run's own settings by dotted key, what is removed and has its default.
+
+    What an older run did instead is added, so that it is refused.
+    """
+    for key, (value, younger) in OLDER.items():
+        if younger not in recorded and has_effect(younger, recorded.get):
+            recorded.setdefault(key, value)
     for key, value in list(recorded.items()):
         removed = find_removed(key, value)
         if removed and repr(value) == repr(removed.default):  # 1 is not True

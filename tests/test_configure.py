@@ -152,6 +152,29 @@ def test_a_removed_key_is_refused_but_in_the_record_of_a_run_at_its_default(writ
     assert f"{file}: {key} = {other!r}: " in message(file)
 
 
+@pytest.mark.parametrize(
+    ("changes", "without", "said"),
+    [
+        # Muon of 2026-11-25 (63e4928c) orthogonalized q, k and v as one matrix
+        ({"optim.name": "muon"}, "optim.muon_experts", "optim.muon_split = False: removed"),
+        ({"optim.name": "adamw"}, "optim.muon_experts", ""),
+        ({"optim.name": "muon", "optim.muon_split": True}, "optim.muon_experts", ""),  # 2026-11-27
+        # windows of 2026-11-22 (before a1a92e5d) were even over tokens
+        ({}, "eval.tasks", "eval.spread = 'tokens': removed"),
+        ({"eval.spread": "documents"}, "eval.tasks", ""),
+    ],
+)
+def test_what_an_older_run_did_is_not_taken_for_what_is_done_today(write, changes, without, said):
+    config = load(write())
+    record = {name: attrgetter(name)(config) for name in KEYS} | changes
+    del record[without]
+    file = write(as_toml(record), "config.toml")
+    if said:
+        assert f"{file}: {said}" in message(file)
+    else:
+        assert load_recorded(file).optim.name == record["optim.name"]
+
+
 # ---- one setting wrong
 @pytest.mark.parametrize(
     ("line", "names"),
