@@ -232,7 +232,8 @@ class NanoKern(Format):
 
     architecture = "NanoKernForCausalLM"
     names = NANOKERN_NAMES
-    optional = ("router_groups", "router_group_k")  # younger than the first exports
+    # younger than the first exports
+    optional = ("n_hash_layer", "router_groups", "router_group_k")
     keys = {key: key for key in select_model_keys("exported")}
     keys |= SHARED_KEYS
     keys["expert_hidden"] = "moe_intermediate_size"

@@ -176,6 +176,18 @@ def exported(tiny, tmp_path):
     return make
 
 
+def test_an_export_that_is_older_than_keys(tiny, tmp_path, exported):
+    """As 2e5054b1 wrote it, before hash layers and groups: a run starts with the run's weights."""
+    place = exported("model.router=kern")
+    edit(
+        tmp_path / "export/config.json", n_hash_layer=None, router_groups=None, router_group_k=None
+    )
+    model, _ = start(tiny(place, "model.router=kern"))
+    expected = load_model(folder.path_of(tiny("run.name=source"))).model.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_an_export_in_another_model(tiny, tmp_path, exported):
     """Exports start in their own model in test_hf_export.py."""
     hashed = ["model.router=softmax", "model.n_hash_layer=1"]
