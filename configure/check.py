@@ -2,7 +2,7 @@
 
 REMOVED has the keys and values that could be set once. A file or override that sets one is refused
 with what takes its place. The config.toml of a run that has one at its default still loads: the run
-behaves as before without it.
+behaves as before without it. So does one with any value of a key in FREE.
 
 An error names the nearest key or value. The error of a conflict names a remedy: overrides that
 make the settings valid.
@@ -49,6 +49,9 @@ REMOVED = {
     "optim.momentum": Removed(0.95, "Muon's is 0.95"),
 }
 
+# They changed no loss: a run could resume with another value.
+FREE = {"eval.task_limit", "train.on_save_error", "log.tensorboard"}
+
 # What a run did whose config.toml lacks both this key and the younger one.
 OLDER = {
     "eval.spread": ("tokens", "eval.tasks"),
@@ -67,14 +70,15 @@ def find_removed(key: str, value: Any) -> Removed | None:
 def drop_removed(recorded: dict[str, Any]) -> None:
     """Delete, from a run's own settings by dotted key, what is removed and has its default.
 
-    What an older run did instead is added, so that it is refused.
+    Of FREE any value is deleted. What an older run did instead is added, so that it is refused.
     """
     for key, (value, younger) in OLDER.items():
         if younger not in recorded and has_effect(younger, recorded.get):
             recorded.setdefault(key, value)
     for key, value in list(recorded.items()):
         removed = find_removed(key, value)
-        if removed and repr(value) == repr(removed.default):  # 1 is not True
+        is_default = removed and repr(value) == repr(removed.default)  # 1 is not True
+        if is_default or key in FREE:
             del recorded[key]
 
 

@@ -149,7 +149,10 @@ def test_a_removed_key_is_refused_but_in_the_record_of_a_run_at_its_default(writ
     assert load_recorded(file) == config
     other = int(default) if isinstance(default, bool) else "other"  # 1 is not True
     write(as_toml(recorded | {key: other}), "config.toml")
-    assert f"{file}: {key} = {other!r}: " in message(file)
+    if key in ("eval.task_limit", "train.on_save_error", "log.tensorboard"):  # they move no loss
+        assert load_recorded(file) == config
+    else:
+        assert f"{file}: {key} = {other!r}: " in message(file)
 
 
 @pytest.mark.parametrize(
