@@ -29,7 +29,7 @@ class Ratios(NamedTuple):
     width: float = 1.0  # of n_embd
     hidden: float = 1.0  # of the hidden units of a block that act on a token
     depth: float = 1.0  # of n_layer
-    gates: float = 1.0  # √top_k over the norm that the gates start with
+    gates: tuple[float, ...] = ()  # of each block: √top_k over the norm that the gates start with
 
 
 class Scale(NamedTuple):
@@ -46,13 +46,14 @@ def measure_ratios(model: nn.Module, optim: Optim) -> Ratios:
     assert isinstance(model, GPT)
     shape = model.config
     depth = shape.n_layer / (optim.base_layers or shape.n_layer)
-    gates = 1.0
-    if shape.router != "dense":
+    gates = []
+    for layer in range(shape.n_layer):
         # fresh routers have logits of the base width's size
-        gates = math.sqrt(shape.top_k) / own_gate_norm(shape, optim.base_width)
+        norm = own_gate_norm(shape, optim.base_width, by_table=layer < shape.n_hash_layer)
+        gates.append(math.sqrt(shape.top_k) / norm)
     width = shape.n_embd / optim.base_width
     hidden = shape.active_hidden / optim.base_hidden
-    return Ratios(width, hidden, depth, gates)
+    return Ratios(width, hidden, depth, tuple(gates))
 
 
 def find_scale(name: str, ratios: Ratios, by_muon: bool) -> Scale:
@@ -76,9 +77,10 @@ def find_scale(name: str, ratios: Ratios, by_muon: bool) -> Scale:
         # `GPT.init_weights` divides by the root of the depth
         size /= math.sqrt(ratios.depth)
         rate /= ratios.depth
-    if name.endswith("experts.w_out"):
-        size *= ratios.gates
-        rate *= ratios.gates
+    if name.endswith("experts.w_out") and ratios.gates:
+        gates = ratios.gates[int(name.split(".")[1])]
+        size *= gates
+        rate *= gates
     return Scale(size, rate)
 
 

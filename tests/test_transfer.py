@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,6 +92,25 @@ def test_sizes_and_rates_are_of_the_table(name, m, h, d, router):
         assert rate * group["weight_decay"] == pytest.approx(decay), parameter
     others = ("router", "shared", "experts") if router == "dense" else ("mlp.",)
     assert checked == {end for end in of_name if not end.startswith(others)}
+
+
+def test_gates_of_a_hash_layer_are_not_those_of_the_best():
+    """With g = s and s of N(0, τ²), K gates by a table have the norm τ√K, so G is 1 / τ; those of
+    the K largest s have another.
+    """
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "expert_hidden": 16, "n_hash_layer": 1}
+    model = Model(router="identity, gamma", **shape, **SHAPE, init_std=STD)
+    optim = Optim(transfer="mup", base_width=64, base_hidden=64)
+    gpt = build(model, optim)
+    groups = build_optimizer(gpt, optim).param_groups
+    draws = np.random.default_rng(0).standard_normal((100_000, 6))
+    squares = np.sort(draws)[:, 2:] ** 2  # of the 4 largest
+    for layer, norm in enumerate((2, math.sqrt(4 * squares.mean()))):
+        gates = 2 / (STD * math.sqrt(64) * norm)
+        w_out = gpt.blocks[layer].mlp.experts.w_out
+        (group,) = [group for group in groups if any(p is w_out for p in group["params"])]
+        assert group["lr_ratio"] == pytest.approx(gates, rel=5e-3)
+        assert w_out.std().item() == pytest.approx(OUT * gates, rel=0.04)
 
 
 def train(model: Model, optim: Optim, n_step: int = 5, dtype=torch.float32) -> tuple[list, GPT]:
