@@ -241,7 +241,8 @@ def _check_router_groups(model: Model, train: Train) -> Iterator[str]:
     if groups == group_k == 1:
         return
     chosen = f"model.router_groups = {groups}"
-    if model.n_hash_layer:
+    limits = group_k < groups
+    if limits and model.n_hash_layer:
         yield (
             f"{chosen}: the layers of model.n_hash_layer = {model.n_hash_layer} choose no experts "
             "by scores; set --model.n_hash_layer=0"
@@ -263,7 +264,7 @@ def _check_router_groups(model: Model, train: Train) -> Iterator[str]:
             f"model.router_group_k = {group_k} groups of {size}; "
             f"set --model.router_group_k={-(-model.top_k // size)}"
         )
-    if train.bias_update == "quantile":
+    if limits and train.bias_update == "quantile":
         yield (
             f"train.bias_update = quantile: {chosen} chooses experts by no one threshold, whose "
             "quantile it needs; set --train.bias_update=sign"

@@ -323,6 +323,9 @@ CLASHES = """
 --model.router_group_k=2
     model.router_group_k = 2 is more than model.router_groups = 1; set
     --model.router_group_k=1
+--model.router_group_k=2 --model.n_hash_layer=1 --train.bias_update=quantile
+    model.router_group_k = 2 is more than model.router_groups = 1; set
+    --model.router_group_k=1
 --model.router_groups=16 --model.router_group_k=1
     model.top_k = 8 is more than the 4 experts of model.router_group_k = 1 groups of 4; set
     --model.router_group_k=2
@@ -443,6 +446,10 @@ JUST_VALID = {
     "--data.mix={a=1}": "--data.mix={a=0}",
     "--model.router_groups=16 --model.router_group_k=2": "--model.router_groups=16 "
     "--model.router_group_k=1",
+    # groups that leave out no expert
+    "--model.router_groups=4 --model.router_group_k=4 --model.n_hash_layer=1 "
+    "--train.bias_update=quantile": "--model.router_groups=4 --model.router_group_k=3 "
+    "--model.n_hash_layer=1 --train.bias_update=quantile",
     "--model.n_expert=64 --train.expert_parallel=64": "--model.n_expert=64 "
     "--train.expert_parallel=65",
     "--train.expert_parallel=3 --model.router=dense": "--train.expert_parallel=3",
