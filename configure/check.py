@@ -409,11 +409,13 @@ def _check_base_hidden(config: Config) -> Iterator[str]:
             f"as --optim.base_hidden={proportional} if its ratio to n_embd was this model's"
         )
     elif config.optim.name == "muon" and base_hidden * model.n_embd != hidden * base_width:
+        kept = ""
+        if proportional * model.n_embd == hidden * base_width:  # else no whole number keeps it
+            kept = f"--optim.base_hidden={proportional} if it was kept, "
         yield (
             f"optim.base_hidden = {base_hidden} of optim.base_width = {base_width} is another "
             f"ratio than {hidden} of {model.n_embd}, and Muon's rates are known for one ratio; set "
-            f"model.expert_hidden to keep it, --optim.base_hidden={proportional} if it was kept, "
-            "or --optim.name=adamw"
+            f"model.expert_hidden to keep it, {kept}or --optim.name=adamw"
         )
 
 

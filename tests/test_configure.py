@@ -370,6 +370,9 @@ CLASHES = """
     optim.base_hidden = 128 of optim.base_width = 64 is another ratio than 3072 of 768, and
     Muon's rates are known for one ratio; set model.expert_hidden to keep it,
     --optim.base_hidden=256 if it was kept, or --optim.name=adamw
+--optim.transfer=mup optim.base_width=64 optim.base_hidden=9 optim.name=muon model.expert_hidden=1
+    optim.base_hidden = 9 of optim.base_width = 64 is another ratio than 8 of 768, and Muon's
+    rates are known for one ratio; set model.expert_hidden to keep it, or --optim.name=adamw
 --optim.transfer=mup --optim.base_width=100 --optim.base_hidden=9
     optim.base_width = 100 does not divide into heads of this model's size, model.n_embd /
     model.n_head = 64; set --optim.base_width=128 or another model.n_head
