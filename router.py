@@ -296,12 +296,14 @@ class Router(nn.Module):
         spec = self.spec
         phi = PHI[spec.phi]
         if spec.chooses_by_logits:
-            scores = logits  # (N, E)
+            scores = inputs = logits  # (N, E)
         else:
-            scores = phi(normalize(logits, spec.pre))
+            inputs = normalize(logits, spec.pre)
+            scores = phi(inputs)
         if spec.post.endswith("all"):
             scores = normalize(scores, spec.post)
 
+        may_lack_best = experts is not None or self.group_k < self.n_group
         if experts is None:
             shifted = scores + self.selection_bias
             if self.group_k < self.n_group:
@@ -311,6 +313,9 @@ class Router(nn.Module):
         weights = scores.gather(-1, experts)  # (N, K), without β: it shifts only the choice
         if spec.chooses_by_logits:
             weights = phi(normalize(weights, spec.pre))
+        elif may_lack_best and spec.post.endswith("topk"):
+            # φ of the chosen alone: relative to a largest that is left out, exp may be below ε
+            weights = phi(inputs.gather(-1, experts))
         if spec.post.endswith("topk"):
             weights = normalize(weights, spec.post)
         if spec.phi == "relu":

@@ -266,6 +266,26 @@ def test_hash_table(n_id, n_expert, top_k):
         assert len(chosen.unique(dim=0)) > 700
 
 
+@pytest.mark.parametrize("name", [name for name in SPARSE if "topk" in ROUTERS[name].post])
+def test_a_norm_over_the_chosen_is_not_that_of_an_expert_left_out(name):
+    """By a table, or by groups with a bias, however much larger its logit is."""
+    s = torch.randn(N, E)
+    s[:, -1] = 80
+    s.requires_grad_()
+    exact = s.double()
+    wanted = GATES[name](exact, exact[:, :K])
+    d_gates = torch.rand(N, K)
+    by_table = Router(C, E, K, ROUTERS[name]).choose(s, torch.arange(K).expand(N, K)).weights
+    router = Router(C, E, K, ROUTERS[name], n_group=E // K, group_k=1)
+    router.selection_bias[:K] = 100
+    by_group = router.choose(s)
+    in_order = by_group.experts.argsort(1)
+    assert by_group.experts.gather(1, in_order).equal(torch.arange(K).expand(N, K))
+    for gates in (by_table, by_group.weights.gather(1, in_order)):
+        assert_same(gates, wanted.float())
+        assert_same_gradients((gates * d_gates).sum(), (wanted * d_gates).sum(), [s])
+
+
 def test_a_hash_table_is_created_where_buffers_are():
     """vLLM creates parameters on the meta device, buffers not. A device context holds for both."""
     table = router_module.hash_table(6, E, K, seed=0)
