@@ -241,8 +241,12 @@ class GPT(nn.Module):
                 elif name.endswith("router.weight"):
                     std *= self.config.router_init_ratio
                 draw(p, 0.0, std)
+            elif name.endswith("bias"):
+                p.fill_(0)
+            elif name.endswith(("weight", "gamma")):
+                p.fill_(1)
             else:
-                p.fill_(0 if name.endswith("bias") else 1)
+                raise ValueError(f"GPT.init_weights knows no initial value of {name}")
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, past: KVCache | None = None

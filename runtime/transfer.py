@@ -86,7 +86,13 @@ def find_scale(name: str, ratios: Ratios, by_muon: bool) -> Scale:
 
 @torch.no_grad()
 def scale_initial_weights(model: GPT, optim: Optim) -> None:
-    """Multiply fresh weights by their sizes, in place."""
+    """Multiply fresh weights by their sizes, in place.
+
+    Raises ValueError for a block's matrix that is in no table here.
+    """
     ratios = measure_ratios(model, optim)
     for name, p in model.named_parameters():
+        is_matrix = p.dim() > 1 and name.startswith("blocks.")
+        if is_matrix and not name.endswith(("router.weight", *MATRICES)):
+            raise ValueError(f"runtime/transfer.py knows no size and rate of {name}")
         p.mul_(find_scale(name, ratios, by_muon=False).size)

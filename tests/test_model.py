@@ -134,6 +134,14 @@ def test_same_seed_gives_the_same_weights_whatever_the_router():
             assert weights[name].equal(first[name]) or name.endswith("router.c"), name
 
 
+def test_a_parameter_that_would_lose_its_value_is_refused():
+    """Models are built without data, so a constructor's values are gone."""
+    model = build()
+    model.blocks[1].mlp.router.temperature = torch.nn.Parameter(torch.full((1,), 0.07))
+    with pytest.raises(ValueError, match="no initial value of blocks.1.mlp.router.temperature$"):
+        model.init_weights()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rotation_is_computed_in_float32(dtype):
     x = torch.randn(2, 3, 400, 8, generator=seeded()).to(dtype)

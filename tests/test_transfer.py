@@ -157,3 +157,11 @@ def test_a_constant_of_the_router_changes_nothing(name):
             model = SMALL.model_copy(update={"router": router})
             losses.append(train(model, optim, dtype=torch.float64)[0])
         assert (losses[0] == pytest.approx(losses[1], rel=1e-6)) == (transfer == "mup")
+
+
+def test_a_matrix_without_a_row_in_the_table_is_refused():
+    optim = Optim(transfer="mup", base_width=16, base_hidden=32)
+    gpt = build(SMALL.model_copy(update={"router": "kern"}), optim)
+    gpt.blocks[1].mlp.router.project = torch.nn.Linear(16, 16)
+    with pytest.raises(ValueError, match="size and rate of blocks.1.mlp.router.project.weight$"):
+        initialize(Config(model=gpt.config, optim=optim), None, ONE_RANK, gpt)
