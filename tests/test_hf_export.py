@@ -371,6 +371,26 @@ def test_aux_loss_is_that_of_training(exported, number):
 
 
 @pytest.mark.numerics
+def test_loss_of_micro_batches(exported):
+    """What Trainer adds up: means over targets of micro-batches, the own balance loss of each."""
+    trained, out = exported("model.router=kern", "train.balance_loss_coef=0.3")
+    own, theirs = trained.model.double(), load(out).double().train()
+    theirs.config.output_router_logits = True
+    idx = random_ids(4, 32)
+    labels = idx.clone()
+    labels[0, :20] = -100  # 31 - 19 and 31 targets in the first part, 2 * 31 in the second
+    n_target = [43, 62]
+    total, wanted = 0.0, 0.0
+    for part, targets, count in zip(idx.split(2), labels.split(2), n_target, strict=True):
+        total += theirs(part, labels=targets, num_items_in_batch=torch.tensor(sum(n_target))).loss
+        logits = all_logits(own, part)[:, :-1]
+        wanted += F.cross_entropy(logits.mT, targets[:, 1:], reduction="sum") / sum(n_target)
+        balance = train.auxiliary_loss(trained.config.train, own(part, part).stats)
+        wanted += balance * count / sum(n_target)
+    assert_near(total, wanted, NEAR)
+
+
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", ["kern", "sigmoid-renorm"])
 def test_aux_loss_does_not_count_padding(exported, name):
     """Equal to balance.py's loss of the tokens alone; with a cache, of the new tokens."""

@@ -364,6 +364,22 @@ def load_balancing_loss(router: Router, logits: Tensor, counted: Tensor) -> Tens
         return len(loads) * (loads / loads.sum() * probability).sum()
 
 
+def share_of_targets(
+    labels: Tensor, num_items_in_batch: Tensor | int | None = None, **kwargs: Any
+) -> Tensor | float:
+    """The share of a step's targets that `labels` (B, T) have, by which the loss is multiplied.
+
+    Trainer gives their number in all micro-batches and ranks, and adds up the losses of these. A
+    loss that is a mean of its own must be divided like the cross-entropy.
+    """
+    if num_items_in_batch is None:
+        return 1.0
+    targets = kwargs.get("shift_labels")
+    targets = labels[:, 1:] if targets is None else targets
+    count = (targets != -100).sum().to(labels.device)
+    return count / torch.as_tensor(num_items_in_batch, device=labels.device)
+
+
 class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
     """The model with its LM head, for generation and training."""
 
@@ -401,7 +417,8 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
             use_cache: see NanoKernModel.
             output_router_logits: return also router_logits, (N, E) of each layer with experts, and
                 aux_loss, see `compute_aux_loss`; aux_loss times config.router_aux_loss_coef is then
-                added to the loss. Default: config.output_router_logits.
+                added to the loss, in proportion to `share_of_targets`. Default:
+                config.output_router_logits.
             logits_to_keep: number of last positions to compute logits at, 0 for all; or positions.
             **kwargs: passed on to the model and the loss.
         """
@@ -426,8 +443,9 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
         if output_router_logits:
             hidden_states = outputs.last_hidden_state
             aux_loss = self.compute_aux_loss(outputs.router_logits, hidden_states, attention_mask)
-            if loss is not None:
-                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+            if labels is not None and loss is not None:
+                share = share_of_targets(labels.to(loss.device), **kwargs)
+                loss = loss + share * self.config.router_aux_loss_coef * aux_loss.to(loss.device)
         return MoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,
