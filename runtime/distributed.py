@@ -30,10 +30,13 @@ class GPU(NamedTuple):
 
 
 # The first key counts that a word of a device's name ends with: L40 is no L4, A1000 no A100, and
-# GH200 has an H200's peak.
+# GH200 has an H200's peak. Cards with a lower clock, NVL and PCIe, come before those without.
 GPUS = {
     "B200": GPU(2250e12, 180, 8.0e12),
+    "H200 NVL": GPU(835e12, 141, 4.8e12),
     "H200": GPU(989e12, 141, 4.8e12),
+    "H100 NVL": GPU(835e12, 94, 3.9e12),
+    "H100 PCIe": GPU(756e12, 80, 2.0e12),
     "H100": GPU(989e12, 80, 3.35e12),
     "A100": GPU(312e12, 80, 2.0e12),
     "L40S": GPU(362e12, 48, 0.86e12),

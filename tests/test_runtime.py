@@ -43,6 +43,10 @@ def gpus(monkeypatch):
     "name, peak",
     [
         ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L40", None),
