@@ -37,6 +37,11 @@ class Optimizers:
     """
 
     def __init__(self, parts: list[torch.optim.Optimizer], parameters: list[Tensor]) -> None:
+        for part in parts:
+            # torch's name for a step that reads these two: clipping, loss scale and skipped steps
+            # are in them alone
+            reads = hasattr(part, "_step_supports_amp_scaling")
+            assert reads, f"{part}: its step must obey grad_scale and found_inf"
         self.parts = parts
         self.parameters = parameters
 
@@ -57,7 +62,8 @@ class Optimizers:
         """Take a step with the gradients in place, decided on the device.
 
         Args:
-            grad_scale: () fp32, divides the gradients; needed by `CopyingAdamW` and `Muon`.
+            grad_scale: () fp32, divides the gradients: it has the loss scale and the clipping.
+                `CopyingAdamW` and `Muon` need it.
             found_inf: () fp32; where it is 1, nothing changes. Needed by the same.
         """
         for part in self.parts:
@@ -151,6 +157,7 @@ class CopyingAdamW(Optimizer):
 
     grad_scale: Tensor
     found_inf: Tensor
+    _step_supports_amp_scaling = True
 
     def __init__(self, groups: list[Group], settings: dict[str, Any], half: HalfCopies) -> None:
         super().__init__(groups, settings)
@@ -327,6 +334,7 @@ class Muon(Optimizer):
 
     grad_scale: Tensor
     found_inf: Tensor
+    _step_supports_amp_scaling = True
 
     def __init__(
         self, groups: list[Group], lr: float, splits: Mapping[Tensor, Split], compile: bool

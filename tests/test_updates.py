@@ -307,6 +307,13 @@ def test_muon_compiles_once_and_takes_the_steps_that_it_takes_without(monkeypatc
     assert_near(weights[1], weights[0], tolerance(torch.float32, 64), "weights")
 
 
+def test_an_optimizer_that_ignores_clipping_and_skipped_steps_is_refused():
+    p = torch.nn.Parameter(torch.ones(3))
+    for unaware in (torch.optim.SGD([p]), torch.optim.AdamW([p], fused=False)):
+        with pytest.raises(AssertionError, match="must obey grad_scale and found_inf"):
+            Optimizers([unaware], [p])
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_bad_loss_of_finite_gradients_changes_no_weight(loss):
     """The guard of the loss alone, without the one of the gradients; the step after it neither."""
