@@ -15,6 +15,7 @@ from kernels import (
     triton_router,
     triton_schedule,
 )
+from router import Router
 from runtime import RunError, kernel_check
 from runtime.kernel_check import find_wrong_kernel
 from runtime.preflight import check_backend
@@ -44,6 +45,17 @@ def few_rows(monkeypatch):
 )
 def test_right_kernels_pass(dtype, update):
     assert find_wrong_kernel(Model(**MIXTURE | update), 33, CPU, dtype) == ""
+
+
+def test_a_router_with_other_logits_is_checked_by_its_formula(monkeypatch):
+    def _logits(self, x):
+        return x @ torch.ones(MIXTURE["n_embd"], MIXTURE["n_expert"])
+
+    monkeypatch.setattr(Router, "_logits", _logits)
+    assert find_wrong_kernel(Model(**MIXTURE), 33, CPU, torch.float32) == ""
+    choose = Router.choose
+    monkeypatch.setattr(Router, "choose", lambda self, logits, _: choose(self, logits + 1))
+    assert find_wrong_kernel(Model(**MIXTURE), 33, CPU, torch.float32) == "routing"
 
 
 @pytest.mark.parametrize(
