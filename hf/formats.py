@@ -185,7 +185,10 @@ class Format:
         return self.names
 
     def find_row(self, name: str, model: Model) -> Row:
-        """The row of the table for the weight `name` of model.py."""
+        """The row of the table for the weight `name` of model.py.
+
+        Raises RunError if there is none.
+        """
         table = self.find_names(model)
         layer = re.match(r"blocks\.(\d+)", name)
         key = re.sub(r"^blocks\.\d+", "blocks.#", name)
@@ -193,6 +196,11 @@ class Format:
         if key not in table:  # a parameter of a module in the table
             key, dot, leaf = key.rpartition(".")
             leaf = dot + leaf
+        if key not in table:
+            raise RunError(
+                f"{name}: no name for it in {self.architecture}; add one to hf/formats.py, and "
+                "what it computes to hf/export/modeling_nanokern.py"
+            )
         entry = table[key]
         operation, *patterns = ("same", entry) if isinstance(entry, str) else entry
         names = []

@@ -615,6 +615,14 @@ def test_a_failed_export_leaves_nothing(run, tmp_path, call, monkeypatch):
     assert (out / "config.json").read_text() == "theirs" and list(tmp_path.iterdir()) == [out]
 
 
+def test_a_weight_without_a_name_is_named(tiny):
+    """In each class of transformers; a module that someone adds ended in a KeyError."""
+    weights = {"blocks.0.mlp.router.project.weight": torch.ones(2, 2)}
+    for form in FORMATS.values():
+        with pytest.raises(RunError, match="^blocks.0.mlp.router.project.weight: no name for it"):
+            form.from_own(weights, tiny().model)
+
+
 # by format, the changes to a model of its class, each of which needs our code
 OTHERS = {
     "gpt2": "router=kern norm=rmsnorm gated=true n_kv_head=1 activation=silu qk_norm=head",
