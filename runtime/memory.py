@@ -155,7 +155,7 @@ def estimate_memory(
     shapes = divide_experts(shapes, n)
     for name, shape in shapes.items():
         parts = max(1, shards // n) if ".experts." in name else shards
-        size = ceil(shape[0] / parts) * prod(shape[1:])
+        size = ceil(prod(shape[:1]) / parts) * prod(shape[1:])
         by_muon = is_for_muon(config.optim, name, len(shape))
         parameters += size
         moments += size if by_muon else 2 * size

@@ -124,6 +124,15 @@ def test_options_that_need_memory_are_planned(call):
         assert f"checkpoint       {n_byte * P / 2**30:.1f} GiB" in plan_with(*options)
 
 
+def test_a_parameter_without_dimensions_counts_as_one(tiny):
+    config = tiny()
+    shapes = dict(parameter_shapes(config.model))
+    for n_shard in (1, 4):
+        plain = memory.estimate_memory(config, shapes, "ddp", n_shard)
+        scalar = memory.estimate_memory(config, shapes | {"scalar": ()}, "ddp", n_shard)
+        assert scalar.weights == plain.weights + 4 and scalar.optimizer == plain.optimizer + 8
+
+
 def test_plan_takes_fewer_gpus_where_a_batch_has_no_work_for_eight(call):
     for words, gpus in [([LARGE], 8), (["config/quickstart.toml", "--model.router=kern"], 1)]:
         out = call(plan.main, *words)
