@@ -52,6 +52,8 @@ def summarize_routing(prefix: str, loads: Tensor, fields: dict[str, Tensor]) -> 
     """
     if not len(loads):
         return {}
+    unknown = fields.keys() - {measure.field or name for name, measure in MEASURES.items()}
+    assert not unknown, f"MEASURES has no row for {list(unknown)}"
     values = {"loads": loads}
     for name, measure in MEASURES.items():
         layers = fields.get(measure.field or name)

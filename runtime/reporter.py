@@ -155,9 +155,6 @@ class Reporter(AbstractContextManager["Reporter"]):
             "optim/grad_norm": counters.grad_norm,
             "optim/skipped_steps": int(counters.skipped),
         }
-        train = config.train
-        if train.balance_loss_coef and not train.z_loss_coef:
-            values["train/balance_loss"] = mean.aux_loss / train.balance_loss_coef
         if self.plan.dtype == torch.float16:
             values["optim/loss_scale"] = counters.scale
         values |= summarize_routing("router", mean.loads, mean.layers | routers)
