@@ -30,7 +30,8 @@ class GPU(NamedTuple):
 
 
 # The first key counts that a word of a device's name ends with: L40 is no L4, A1000 no A100, and
-# GH200 has an H200's peak. Cards with a lower clock, NVL and PCIe, come before those without.
+# GH200 has an H200's peak. Cards with a lower clock, NVL and PCIe, come before those without;
+# no source was found for NVL's peak.
 GPUS = {
     "B200": GPU(2250e12, 180, 8.0e12),
     "H200 NVL": GPU(835e12, 141, 4.8e12),
