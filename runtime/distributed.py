@@ -30,9 +30,10 @@ class GPU(NamedTuple):
 
 
 # The first key counts that a word of a device's name ends with: L40 is no L4, A1000 no A100, and
-# GH200 has an H200's peak. Cards with a lower clock, NVL and PCIe, come before those without;
-# no source was found for NVL's peak.
+# GH200 has an H200's peak. Cards with another clock, NVL and PCIe, come before those without; NVL's
+# peak is torchtitan's.
 GPUS = {
+    "GB200": GPU(2500e12, 186, 8.0e12),
     "B200": GPU(2250e12, 180, 8.0e12),
     "H200 NVL": GPU(835e12, 141, 4.8e12),
     "H200": GPU(989e12, 141, 4.8e12),
@@ -47,6 +48,7 @@ GPUS = {
     "4090": GPU(165e12, 24, 1.01e12),
     "5090": GPU(209e12, 32, 1.79e12),
 }
+VARIANTS = "Ti|D|Laptop"  # of a GeForce card, with a peak of their own
 
 
 class Ranks(NamedTuple):
@@ -177,7 +179,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype == torch.float32:
         return None
     for name, gpu in GPUS.items():
-        if re.search(rf"{name}\b", device_name(device)):
+        if re.search(rf"{name}\b(?! ({VARIANTS}))", device_name(device)):
             return gpu.peak
     return None
 

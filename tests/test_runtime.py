@@ -51,6 +51,11 @@ def gpus(monkeypatch):
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L40", None),
         ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
     ],
 )
 def test_peak_of_a_device_is_found_by_a_whole_name(gpus, name, peak):
