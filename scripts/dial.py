@@ -118,7 +118,7 @@ top_k = {model.top_k}  # the same
 expert_hidden = {model.expert_hidden}  # width / 2 / top_k for bytes; tokens: the paper's
 block_size = {model.block_size}  # quickstart.toml's for bytes; tokens: the paper's
 vocab_size = {model.vocab_size}  # bytes, or GPT-2's tokens; must be data.name's
-router = "{model.router}"  # ties with kern under a balance loss: docs/results.md
+router = "{model.router}"  # its loads are more even than kern's: docs/choose.md
 pos = "{model.pos}"  # quickstart.toml, of the base
 init_std = {model.init_std}  # of the base; optim.transfer scales it
 

@@ -5,6 +5,7 @@ its own parser, and goes no further.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,9 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.stats
 from runs import REPO_ROOT
 
 import configure
@@ -183,16 +186,26 @@ def test_the_keys_that_a_page_names_exist(page):
         assert is_file or (REPO_ROOT / section / f"{name}.py").exists(), key
 
 
-def test_the_readme_has_the_leads_of_the_results():
-    """KERN's lead over softmax and tanh in the contest; over softmax-renorm with two balancings."""
-    leads = []
-    for balancing in ("none", "quantile"):
-        pattern = rf"\|\*\*softmax-renorm\*\*\|{balancing}\|10\|[^|]*\|\+(\d\.\d+)"
-        leads.append(float(re.search(pattern, PAGES["docs/results.md"])[1]))
-    text = " ".join(PAGES["README.md"].split())
-    alone, balanced = leads
-    for name, unit in (("softmax", "nats per byte "), ("tanh", "")):
-        row = rf"\|paper-{name}\|{name}-quantile\|-(\S+) \[-(\S+), -(\S+)\]\|[^|]*\|\*\*lower"
-        lead, high, low = map(float, re.search(row, PAGES["track/README.md"]).groups())
-        assert f"{lead:.3f} {unit}lower than {name}'s [{low:.3f}, {high:.3f}]" in text
-    assert re.search(rf"bytes, {balanced:.3f}, without balancing {alone:.3f} ", text)
+@pytest.mark.parametrize(
+    "router, settings", [("softmax-renorm", 24), ("softmax", 8), ("tanh", 8), ("sigmoid", 8)]
+)
+def test_pages_have_the_differences_of_the_records(router, settings):
+    """KERN's in the contest; each setting's balancing, and what is a pair, as the rules say."""
+    runs = {}  # of each arm and setting
+    for line in (REPO_ROOT / "track/records/edition-3/main.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        runs.setdefault((run["arm"], run["setting"]), []).append(run)
+    differences = []
+    for setting in range(settings):
+        balancing = "loss" if settings == 24 and setting % 2 == 0 else "quantile"
+        arms = [runs[f"{name}-{balancing}", setting] for name in ("kern", router)]
+        pairs = [(a, b) for a, b in itertools.product(*arms) if a["made"] == b["made"]]
+        differences.append(pairs[0][0]["loss"] - pairs[0][1]["loss"])
+    mean, error = np.mean(differences), scipy.stats.sem(differences)
+    low, high = scipy.stats.t.interval(0.95, settings - 1, mean, error)
+    difference = f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
+    assert f"| {router} | {settings} | {difference} |" in PAGES["README.md"]
+    if settings == 24:
+        assert f"is {difference}" in " ".join(PAGES["docs/results.md"].split())
+        n_lower = sum(difference < 0 for difference in differences)
+        assert f"it has the lower loss at {n_lower}, " in " ".join(PAGES["README.md"].split())
