@@ -143,6 +143,7 @@ def draw_differences(
     axes.axvline(0, color="black", linewidth=0.8)
     for (name, value), style in zip(lines.items(), CYCLE, strict=False):
         axes.axvline(value, label=name, color=style["color"], linestyle=style["linestyle"])
+    axes.autoscale_view(scaley=False)  # axvline leaves a line at the edge where it is
     axes.set_title(title, loc="right", fontsize=10)
     add_legend(figure)
     return figure

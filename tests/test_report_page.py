@@ -145,16 +145,18 @@ def test_loads_are_those_of_the_runs(tmp_path):
 
 def test_differences_are_sorted_with_whole_intervals():
     differences = {"b": Difference(0.02, 0.01, 0.03), "a": Difference(-0.01, -0.04, 0.02)}
-    figure = plots.draw_differences("minus x", differences, {"dense": 0.05})
+    lines = {"dense": 0.05, "counting": 0.054}
+    figure = plots.draw_differences("minus x", differences, lines)
     (axes,) = figure.axes
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a -0.0100", "b +0.0200"]
     points = [line.get_xydata().tolist() for line in axes.get_lines()]
-    assert points == [[[-0.01, 0], [0.02, 1]], [[0, 0], [0, 1]], [[0.05, 0], [0.05, 1]]]
+    verticals = [[[x, 0], [x, 1]] for x in (0, *lines.values())]
+    assert points == [[[-0.01, 0], [0.02, 1]], *verticals]
     bars = np.array(axes.collections[0].get_segments()).reshape(2, 4).tolist()
     assert bars == [[-0.04, 0, 0.02, 0], [0.01, 1, 0.03, 1]]
     low, high = axes.get_xlim()
-    assert low < -0.04 and high > 0.05 and axes.yaxis_inverted()
-    assert figure.legends[0].get_texts()[0].get_text() == "dense"
+    assert low < -0.042 and high > 0.056 and axes.yaxis_inverted()  # not at the frame
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(lines)
 
 
 # ---- the page
