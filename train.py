@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -262,6 +263,19 @@ class Session(NamedTuple):
     guard: Guard
 
 
+def list_agreed(plan: Plan) -> dict[str, Any]:
+    """What must be the same on all ranks; of the settings all but the names of folders."""
+    config = plan.config
+    agreed = {key: attrgetter(key)(config) for key in configure.KEYS if not key.endswith("dir")}
+    agreed |= plan.data.identity
+    agreed["step"] = plan.last_step
+    agreed["experts"] = describe_experts(config, plan.device, plan.dtype)
+    agreed["torch"] = torch.__version__
+    if config.train.parallel == "hsdp":
+        agreed["ranks per node"] = distributed.local_size()
+    return agreed
+
+
 def open_session(plan: Plan, stop: Stop, stack: ExitStack) -> Session:
     """Join the other ranks, claim the run's folder, and build all that its steps need.
 
@@ -272,13 +286,7 @@ def open_session(plan: Plan, stop: Stop, stack: ExitStack) -> Session:
     ranks = stack.enter_context(
         distributed.process_group(plan.device, config.train.timeout_minutes)
     )
-    agreed = f"train.parallel = {config.train.parallel}, {plan.run.path.name} at step "
-    agreed += f"{plan.last_step}, {config.train.dtype}"
-    for line in describe_experts(config, plan.device, plan.dtype):
-        agreed += f", {line}"
-    if config.train.parallel == "hsdp":
-        agreed += f", {ranks.local_size} ranks per node"
-    distributed.check_agreement(agreed, ranks)
+    distributed.check_agreement(list_agreed(plan), ranks)
     with distributed.share_errors(ranks):
         stack.enter_context(plan.run.claim(ranks))
         if ranks.rank == 0:

@@ -260,15 +260,19 @@ def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
     return counts.bool().tolist()
 
 
-def check_agreement(plan: str, ranks: Ranks) -> None:
-    """Raise RunError, on all ranks, if the text `plan` differs between ranks."""
+def check_agreement(plan: Mapping[str, Any], ranks: Ranks) -> None:
+    """Raise RunError, on all ranks, if a value of `plan` differs between ranks."""
     plans = gather(plan, ranks.control)
     for rank, other in enumerate(plans):
-        if other != plans[0]:
+        differences = []
+        for name, value in plans[0].items():
+            if other.get(name) != value:
+                differences.append(f"{name}: {value} (rank 0), {other.get(name)} (rank {rank})")
+        if differences:
             raise RunError(
-                f"ranks disagree: {plans[0]} (rank 0), {other} (rank {rank}). All nodes need the "
-                "same config, the same run.dir on a shared file system, and the same GPUs and "
-                "packages; or set --train.dtype or --model.backend"
+                f"ranks disagree: {'; '.join(differences)}. All nodes need the same config, data, "
+                "packages and GPUs, and the same run.dir on a shared file system; or set "
+                "--train.dtype or --model.backend"
             )
 
 

@@ -255,9 +255,10 @@ def test_ranks_agree_and_share_errors():
         assert gather(10 * ranks.rank, ranks.control) == [0, 10, 20]
         flags = [ranks.rank == 1, False, ranks.rank != 1]
         assert any_rank(flags, ranks) == [True, False, True]
-        check_agreement("one plan", ranks)
-        with pytest.raises(RunError, match=r"^ranks disagree: a \(rank 0\), b \(rank 1\)\. All"):
-            check_agreement("aba"[ranks.rank], ranks)
+        check_agreement({"optim.lr": 0.1, "step": 7}, ranks)
+        plan = {"optim.lr": 0.1, "step": [7, 7, 8][ranks.rank]}
+        with pytest.raises(RunError, match=r"^ranks disagree: step: 7 \(rank 0\), 8 \(rank 2\)"):
+            check_agreement(plan, ranks)
         with pytest.raises(RunError, match="^no space on rank 2$"), share_errors(ranks):
             if ranks.rank == 2:
                 raise RunError("no space on rank 2")

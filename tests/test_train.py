@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import train
 from balance import summarize_routing
+from data.bins import fingerprint, read_meta
 from eval import val_loss
 from runtime import RunError, cadence, checkpoint, distributed, reporter
 from runtime.folder import RunFolder, path_of
@@ -152,13 +153,24 @@ def test_typos_and_missing_data_are_reported_before_torch_is_imported(tiny_file,
 
 
 def test_ranks_compare_their_plans_before_anything_is_made(tiny, monkeypatch):
-    def refuse(plan, ranks):
-        raise RunError(plan)
+    """Nodes may have other config files, other data under the same name, other packages."""
 
+    def refuse(plan, ranks):
+        plans.append(plan)
+        raise RunError("ranks disagree")
+
+    plans = []
     monkeypatch.setattr(distributed, "check_agreement", refuse)
-    with pytest.raises(RunError, match="parallel = ddp, tiny at step 0, float32$"):
-        train.train(config := tiny())
-    assert not path_of(config).exists()
+    changes = {"optim.lr": 0.5, "train.max_steps": 9}
+    for config in (tiny(), tiny(*(f"{key}={value}" for key, value in changes.items()))):
+        with pytest.raises(RunError, match="ranks disagree"):
+            train.train(config)
+        assert not path_of(config).exists()
+    before, after = plans
+    assert {name: after[name] for name in after if after[name] != before[name]} == changes
+    data = fingerprint(read_meta(config.data.folders[0]))
+    assert after.items() >= (data | {"step": 0, "train.dtype": "float32"}).items()
+    assert "run.dir" not in after  # a shared folder may have a name of its own on each node
 
 
 # ---- what a run does at its end, whatever the reason
