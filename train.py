@@ -291,6 +291,7 @@ def open_session(plan: Plan, stop: Stop, stack: ExitStack) -> Session:
         stack.enter_context(plan.run.claim(ranks))
         if ranks.rank == 0:
             check_plan(plan)
+    plan.run.check_shared(ranks)
     state = stack.enter_context(build_state(plan, ranks))
     rate_change = describe_rate_change(plan, state.step)
     if rate_change:

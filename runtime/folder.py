@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -24,11 +25,13 @@ from common.files import exists, is_file, list_matching, sync_folder, take_lock,
 from configure import Config
 from configure.schema import replace, select_keys
 from runtime import FAILURE_FILE, RunError, Stopped, checkpoint, describe_write_errors
-from runtime.distributed import Ranks, print_once
+from runtime.distributed import Ranks, gather, print_once, share_errors
 from runtime.identity import RUN_ID, Identity, read_id, write_id
 from runtime.metrics import copy_arrays
 from runtime.runs import SETTINGS, Run, check_settings, describe_settings, list_kept_changes
 
+# NFS may report for this long that a new file does not exist (acdirmax is 60); not measured
+NFS_SECONDS = 90
 MAX_SUFFIX = 40  # characters in a folder's name that say how its config differs; not measured
 
 
@@ -226,6 +229,24 @@ class RunFolder(Run):
                         self.identity.check()
                         write_atomic(self.path / FAILURE_FILE, text)
                 raise
+
+    def check_shared(self, ranks: Ranks) -> None:
+        """Raise RunError, on all ranks, if one does not see the folder that rank 0 has claimed.
+
+        Its parts of checkpoints would be elsewhere.
+        """
+        run_id = gather(self.identity.id if self.identity else "", ranks.control)[0]
+        seconds = min(NFS_SECONDS, ranks.timeout.total_seconds() / 2)
+        deadline = time.monotonic() + seconds
+        with share_errors(ranks):
+            while read_id(self.path) != run_id:
+                if time.monotonic() >= deadline:
+                    raise RunError(
+                        f"{self}: rank {ranks.rank} on {os.uname().nodename} does not see the "
+                        "folder in which rank 0 writes this run: run.dir must be on a file system "
+                        "that all nodes share"
+                    )
+                time.sleep(1)
 
     def write_config(self, config: Config) -> None:
         """Write the resolved config.toml, and forget the error of an earlier start.

@@ -6,6 +6,7 @@ steps and gathered weights are those of one plain model on the whole batch.
 
 import copy
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from configure.schema import Config, Optim, Train
 from model import GPT
-from runtime import RunError, parallel, updates
+from runtime import RunError, folder, parallel, updates
 from runtime.distributed import Ranks, any_rank, check_agreement, gather, share_errors
 from runtime.memory import estimate_memory
 from runtime.optimizers import build_optimizer
@@ -266,3 +267,21 @@ def test_ranks_agree_and_share_errors():
             pass
 
     run_ranks(3, act)
+
+
+def test_all_ranks_must_see_the_folder_of_the_run(tmp_path, monkeypatch):
+    """Otherwise their shards of a checkpoint would be elsewhere; it may appear late, as on NFS."""
+    late = tmp_path / "late"
+    monkeypatch.setattr(folder.time, "sleep", lambda seconds: late.symlink_to(tmp_path / "run"))
+
+    def act(ranks):
+        path = tmp_path / "run" if ranks.rank != 1 else late
+        run = folder.RunFolder(path)
+        with run.claim(ranks):
+            run.check_shared(ranks)
+            other = folder.RunFolder(tmp_path / "other") if ranks.rank == 1 else run
+            with pytest.raises(RunError, match=r"other: rank 1 on \S+ does not see the folder"):
+                other.check_shared(ranks._replace(timeout=timedelta(0)))
+
+    run_ranks(3, act)
+    assert late.is_symlink()

@@ -172,6 +172,12 @@ def test_ranks_compare_their_plans_before_anything_is_made(tiny, monkeypatch):
     assert after.items() >= (data | {"step": 0, "train.dtype": "float32"}).items()
     assert "run.dir" not in after  # a shared folder may have a name of its own on each node
 
+    monkeypatch.undo()
+    monkeypatch.setattr(RunFolder, "check_shared", refuse)
+    with pytest.raises(RunError, match="ranks disagree"):
+        train.train(config)
+    assert not (path_of(config) / "config.toml").exists()
+
 
 # ---- what a run does at its end, whatever the reason
 def test_everything_is_closed_after_an_error(tiny, monkeypatch, before_steps):
