@@ -269,7 +269,7 @@ def list_agreed(plan: Plan) -> dict[str, Any]:
     agreed = {key: attrgetter(key)(config) for key in configure.KEYS if not key.endswith("dir")}
     agreed |= plan.data.identity
     agreed["step"] = plan.last_step
-    agreed["experts"] = describe_experts(config, plan.device, plan.dtype)
+    agreed["kernels"] = ", ".join(describe_experts(config, plan.device, plan.dtype))
     agreed["torch"] = torch.__version__
     if config.train.parallel == "hsdp":
         agreed["ranks per node"] = distributed.local_size()
