@@ -13,7 +13,6 @@ from track.score import Answer, answer_all, find_best, judge
 PAGE = Path(__file__).with_name("README.md")
 BEGIN = "<!-- track: begin -->"
 END = "<!-- track: end -->"
-DRAWN_PAIRS = 4  # of three an interval is 2.5 standard deviations to each side, of two 9
 
 
 def tabulate_questions(protocol: Protocol, answers: Sequence[Answer]) -> Table:
@@ -89,11 +88,13 @@ def write_page(protocol: Protocol, records: Path) -> None:
     of_rung = read_records(protocol, records)
     lines = of_rung["main"]
     answers = [one for one in answer_all(protocol, of_rung) if one.differences]
-    means = {}
-    for one in answers:
-        is_on_main = one.flops == protocol.rungs["main"].flops and "softmax-renorm" in one.minus
-        if is_on_main and one.mean and len(one.differences) >= DRAWN_PAIRS:
-            means[one.name] = one.mean
+    # intervals of fewer than four pairs would be most of the picture
+    means = {
+        one.name: one.mean
+        for one in answers
+        if one.mean and one.flops == protocol.rungs["main"].flops and "softmax-renorm" in one.minus
+        if len(one.differences) > 3
+    }
     parts = []
     if len(means) > 1:
         picture = records / "differences.svg"
